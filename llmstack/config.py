@@ -1,0 +1,263 @@
+"""What a model is and how it is laid over devices: two flat frozen records, and named presets.
+
+The symbols that docstrings and shape comments use, and the fields they stand for:
+
+    B  batch                D  d_model         L  n_layers        V  vocab_size
+    T  query tokens         H  n_heads         F  d_ff            E  n_experts
+    S  key tokens           K  n_kv_heads      Dh d_head          P  ranks
+
+A ModelConfig is a set of dials. GPT-2, Llama, PaLM, BERT and T5 are settings of them, so what separates two models is
+the difference of two records. `data/models.toml` holds the published ones, each with its source; a family gives the
+defaults that its models share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+KINDS = ("decoder", "encoder", "encoder-decoder")
+NORMS = ("layernorm", "rmsnorm", "deepnorm")
+NORM_PLACES = ("pre", "post", "none")
+PLAIN_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+GATED_ACTIVATIONS = ("reglu", "geglu", "geglu_tanh", "swiglu")
+POSITIONS = ("learned", "sinusoidal", "rope", "alibi", "relative", "none")
+RECOMPUTE = ("none", "selective", "full")
+
+
+class ConfigError(ValueError):
+    """A field with a value that no model can have; the message names the field, the value and the rule."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of one model. Encoder-decoder models have `n_layers` layers on each side.
+
+    Raises ConfigError when a field breaks its rule.
+    """
+
+    name: str
+    d_model: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    kind: str = "decoder"  # one of KINDS
+    model_type: str = "llama"  # Hugging Face's name of the architecture: the layout of its checkpoints
+    n_kv_heads: int = 0  # 0: as many as n_heads
+    d_head: int = 0  # 0: d_model / n_heads
+    d_ff: int = 0  # 0: 4 d_model
+    max_seq_len: int = 2048
+
+    # a block
+    norm: str = "rmsnorm"
+    norm_place: str = "pre"
+    norm_eps: float = 1e-5
+    norm_bias: bool = False
+    activation: str = "swiglu"
+    parallel: bool = False  # attention and FFN read the same input (PaLM, GPT-J, Falcon)
+    parallel_norms: int = 1  # norms in a parallel block: one shared, or one for each branch
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    sliding_window: int = 0  # a query sees this many keys, itself among them; 0: all
+    window_every: int = 1  # every n-th layer is windowed, from layer n - 1 on (GPT-3: 2)
+
+    # positions
+    positions: str = "rope"
+    rope_theta: float = 10000.0
+    rope_dims: int = 0  # leading dimensions of a head that rotate; 0: all
+    rope_interleaved: bool = False  # pairs (0,1)(2,3)… as in GPT-J and GGUF; otherwise halves (0,Dh/2)…
+    rope_scaling: tuple[float, float, float, int] | None = None  # Llama 3.1: factor, low, high, original length
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+    position_offset: int = 0  # rows of the position table before position 0 (OPT: 2)
+    attention_scale: float = 0.0  # 0: 1/sqrt(d_head); T5 does not scale: 1
+
+    # embeddings and the ends of the stack
+    tied: bool = False
+    head_bias: bool = False
+    final_norm: bool = True
+    embedding_norm: bool = False
+    embedding_scale: float = 1.0  # the 2017 Transformer and PaLM: sqrt(d_model)
+    head_scale: float = 1.0  # on the logits; T5 v1.0: d_model ** -0.5
+    d_embedding: int = 0  # width of the embedding before its projection (OPT-350m: 512); 0: d_model
+    token_types: int = 0
+    pooler: bool = False
+    n_mels: int = 0  # audio input: mel channels of the convolutional front end (Whisper)
+    max_source_len: int = 0  # positions of the encoder where they differ from the decoder's
+
+    # experts
+    n_experts: int = 0
+    top_k: int = 0
+    n_shared_experts: int = 0
+    d_expert: int = 0  # inner width of one expert; 0: d_ff
+    dense_layers: int = 0  # leading layers with a plain FFN
+    expert_every: int = 1  # every n-th layer has experts
+    router_bias: bool = False  # one correction for each expert (DeepSeek-V3)
+
+    # multi-head latent attention; kv_lora_rank 0: none
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    # state spaces; d_state 0: none
+    d_state: int = 0
+    d_conv: int = 0
+    expand: int = 0
+    dt_rank: int = 0
+
+    source: str = ""
+
+    def __post_init__(self):
+        fill = lambda field, value: object.__setattr__(self, field, getattr(self, field) or value)
+        self._check_types()
+        fill("n_kv_heads", self.n_heads)
+        if not self.d_head and self.n_heads > 0 and self.d_model % self.n_heads:
+            self._refuse("d_head", "d_model must divide by n_heads, or d_head be given")
+        fill("d_head", self.d_model // max(self.n_heads, 1))
+        fill("d_ff", 4 * self.d_model)
+        fill("d_embedding", self.d_model)
+        fill("d_expert", self.d_ff if self.n_experts else 0)
+        fill("attention_scale", self.d_head**-0.5)
+        self._check()
+
+    def _refuse(self, field: str, rule: str):
+        raise ConfigError(f"{self.name}: {field} = {getattr(self, field)!r}, but {rule}")
+
+    def _check_types(self):
+        for f in fields(self):
+            value, kind = getattr(self, f.name), f.type
+            if kind == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                self._refuse(f.name, "it must be a whole number, zero or more")
+            if kind == "float" and (not isinstance(value, int | float) or isinstance(value, bool) or value < 0):
+                self._refuse(f.name, "it must be a number, zero or more")
+            if kind == "bool" and not isinstance(value, bool):
+                self._refuse(f.name, "it must be true or false")
+            if kind == "str" and not isinstance(value, str):
+                self._refuse(f.name, "it must be a string")
+
+    def _check(self):
+        for field in ("d_model", "n_layers", "n_heads", "vocab_size", "max_seq_len", "window_every", "expert_every"):
+            if getattr(self, field) < 1:
+                self._refuse(field, "it must be at least 1")
+        choices = {"kind": KINDS, "norm": NORMS, "norm_place": NORM_PLACES, "positions": POSITIONS}
+        choices["activation"] = PLAIN_ACTIVATIONS + GATED_ACTIVATIONS
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                self._refuse(field, f"it must be one of {', '.join(allowed)}")
+        if self.n_heads % self.n_kv_heads:
+            self._refuse("n_kv_heads", f"n_heads ({self.n_heads}) must divide by it: a group of queries shares one")
+        if self.positions == "rope" and (self.rope_dims or self.d_head) % 2:
+            self._refuse("rope_dims" if self.rope_dims else "d_head", "RoPE rotates pairs, so it must be even")
+        if self.rope_dims > self.d_head and not self.kv_lora_rank:
+            self._refuse("rope_dims", f"a head has only d_head = {self.d_head} dimensions")
+        if self.top_k > self.n_experts:
+            self._refuse("top_k", f"there are only n_experts = {self.n_experts}")
+        if self.n_experts and not self.top_k:
+            self._refuse("top_k", "a model with experts sends each token to at least one")
+        if self.dense_layers > self.n_layers:
+            self._refuse("dense_layers", f"there are only n_layers = {self.n_layers}")
+        if self.kv_lora_rank and not (self.qk_nope_head_dim and self.qk_rope_head_dim and self.v_head_dim):
+            self._refuse("kv_lora_rank", "latent attention needs qk_nope_head_dim, qk_rope_head_dim and v_head_dim")
+        if self.d_state and not (self.d_conv and self.expand and self.dt_rank):
+            self._refuse("d_state", "a state-space model needs d_conv, expand and dt_rank")
+        if self.parallel_norms not in (1, 2):
+            self._refuse("parallel_norms", "it must be 1 or 2")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the FFN has three matrices: act(x W) ⊙ (x V), then down."""
+        return self.activation in GATED_ACTIVATIONS
+
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer's attention is banded."""
+        return bool(self.sliding_window) and layer % self.window_every == self.window_every - 1
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's FFN is a mixture of experts."""
+        routed = self.n_experts > 0 and layer >= self.dense_layers
+        return routed and (layer - self.dense_layers) % self.expert_every == self.expert_every - 1
+
+    def with_(self, **changes: Any) -> ModelConfig:
+        """The same model with some dials moved. Widths that follow d_model or n_heads by default follow again."""
+        follows = {"d_head": ("d_model", "n_heads"), "d_ff": ("d_model",), "d_embedding": ("d_model",)}
+        follows |= {"n_kv_heads": ("n_heads",), "attention_scale": ("d_head", "d_model", "n_heads")}
+        follows |= {"d_expert": ("d_ff", "d_model")}
+        default = {"d_head": self.d_model // self.n_heads, "d_ff": 4 * self.d_model, "d_embedding": self.d_model}
+        default |= {"n_kv_heads": self.n_heads, "attention_scale": self.d_head**-0.5, "d_expert": self.d_ff}
+        for field, causes in follows.items():
+            if field not in changes and any(c in changes for c in causes) and getattr(self, field) == default[field]:
+                changes[field] = 0
+        unknown = sorted(set(changes) - {f.name for f in fields(self)})
+        if unknown:
+            raise ConfigError(f"{self.name}: no field {', '.join(unknown)}; ModelConfig has {_field_names()}")
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one model lies over P = tp · pp · dp · cp ranks. Experts divide the data-parallel ranks: dp % ep == 0."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0
+    recompute: str = "none"
+
+    def __post_init__(self):
+        for field in ("tp", "pp", "dp", "cp", "ep"):
+            if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
+                raise ConfigError(f"Plan: {field} = {getattr(self, field)!r}, but it must be a whole number of ranks")
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigError(f"Plan: zero = {self.zero!r}, but the stages are 0, 1, 2 and 3")
+        if self.recompute not in RECOMPUTE:
+            raise ConfigError(f"Plan: recompute = {self.recompute!r}, but it must be one of {', '.join(RECOMPUTE)}")
+        if self.dp % self.ep:
+            raise ConfigError(f"Plan: ep = {self.ep}, but dp = {self.dp} must divide by it")
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp * self.cp
+
+
+def _field_names() -> str:
+    return ", ".join(f.name for f in fields(ModelConfig))
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    from llmstack import facts
+
+    return facts.table("models")
+
+
+def presets() -> list[str]:
+    """Names of the published models in data/models.toml."""
+    return list(_tables()["models"])
+
+
+def preset(name: str) -> ModelConfig:
+    """The published model of that name. Raises KeyError with the nearest names when there is none."""
+    models, families = _tables()["models"], _tables()["families"]
+    if name not in models:
+        from difflib import get_close_matches
+
+        near = get_close_matches(str(name), models, n=3, cutoff=0.4)
+        raise KeyError(f"no preset {name!r}; " + (f"did you mean {', '.join(near)}?" if near else "see presets()"))
+    return from_fields(name, {**families[models[name]["family"]], **models[name]})
+
+
+def from_fields(name: str, values: dict[str, Any]) -> ModelConfig:
+    """A config from a mapping, as a TOML table gives it; `family` and `published` are about the model, not dials."""
+    dials = {k: v for k, v in values.items() if k not in ("family", "published", "note", "title")}
+    if isinstance(dials.get("rope_scaling"), list):
+        dials["rope_scaling"] = tuple(dials["rope_scaling"])
+    unknown = sorted(set(dials) - {f.name for f in fields(ModelConfig)})
+    if unknown:
+        raise ConfigError(f"{name}: no field {', '.join(unknown)}; ModelConfig has {_field_names()}")
+    return ModelConfig(name=name, **dials)
