@@ -1,0 +1,238 @@
+"""One style for every figure: labelled axes with units, distinct in grey, with a text for those who cannot see it.
+
+    plots.line({"RoPE": y, "ALiBi": z}, x=x, xlabel="distance (tokens)", ylabel="bias", alt="…")
+    plots.bars({"Q, K, V": 3e6, "FFN": 8e6}, ylabel="parameters")          a mapping of mappings draws groups
+    plots.heatmap(scores, xlabel="key", ylabel="query", unit="weight")
+    plots.table(rows, columns=["model", "parameters"])
+    plots.stack([("application", "a question", "llmstack.execution"), …])
+
+Each shows itself and returns None; with ax= it draws there instead and shows nothing. For a figure of your own:
+
+    fig, ax = plots.axes("query", "key");  ax.plot(…);  plots.show(fig, alt="…")
+
+Figures are plain matplotlib Figure objects outside pyplot, so none stays open. The same data gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from llmstack.course.show import put
+
+# Dark to light and back, so that neighbours differ in grey as well as in hue (Okabe and Ito's colours).
+COLOURS = ("#0072b2", "#e69f00", "#111111", "#56b4e9", "#d55e00", "#009e73", "#cc79a7", "#888888")
+DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (8, 2)), (0, (1, 1)))
+MARKERS = "os^Dv<>P"
+HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--", "oo")
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "hatch.linewidth": 0.6,
+    "svg.hashsalt": "llmstack",
+}
+SIZE = (6.8, 3.6)
+
+
+def axes(xlabel: str, ylabel: str, title: str = "", size: tuple[float, float] = SIZE, panels: int = 1):
+    """A figure and its axes (an array of them when panels > 1, side by side), in the project's style."""
+    with rc_context(STYLE):
+        fig = Figure(figsize=size, layout="constrained", dpi=100)
+        made = fig.subplots(1, panels, squeeze=False)[0]
+    for ax in made:
+        ax.set(xlabel=xlabel, ylabel=ylabel)
+    made[0].set_title(title)
+    return fig, (made[0] if panels == 1 else made)
+
+
+def save_png(fig: Figure, alt: str = "") -> bytes:
+    """The figure as PNG; alt stands in the file as its Description."""
+    buffer = io.BytesIO()
+    with rc_context(STYLE):
+        fig.savefig(buffer, format="png", dpi=100, metadata={"Software": None, "Description": alt})
+    return buffer.getvalue()
+
+
+def show(fig: Figure, alt: str) -> None:
+    """Display a figure; alt is its text for screen readers, for plain text, and for nbval to compare."""
+    put(alt, png=save_png(fig, alt), alt=alt)
+
+
+def line(
+    series: Mapping[str, Any],
+    x: Sequence[float] | None = None,
+    *,
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    logx: bool = False,
+    logy: bool = False,
+    marks: bool | None = None,
+    alt: str = "",
+    ax: Any = None,
+) -> None:
+    """One line a name: values over x, or pairs (x, y) where each has its own x. marks: by default up to 20 points."""
+    fig, at = (None, ax) if ax is not None else axes(xlabel, ylabel, title)
+    for (name, y), colour, dash, marker in zip(series.items(), cycle(COLOURS), cycle(DASHES), cycle(MARKERS)):
+        xs, ys = y if x is None and isinstance(y, tuple) else (range(len(y)) if x is None else x, y)
+        marked = len(ys) <= 20 if marks is None else marks
+        at.plot(xs, ys, color=colour, linestyle=dash, marker=marker if marked else None, label=name)
+    _finish(fig, at, xlabel, ylabel, title, logx, logy, len(series), alt)
+
+
+def bars(
+    values: Mapping[str, Any],
+    *,
+    ylabel: str,
+    xlabel: str = "",
+    title: str = "",
+    stacked: bool = False,
+    logy: bool = False,
+    digits: int = 3,
+    alt: str = "",
+    ax: Any = None,
+) -> None:
+    """Lying bars with their values; a mapping of mappings {series: {name: value}} draws groups, or stacks."""
+    grouped = isinstance(next(iter(values.values())), Mapping)
+    groups = values if grouped else {"": values}
+    names = list(dict.fromkeys(n for g in groups.values() for n in g))
+    slots = len(names) * (1 if stacked else len(groups))
+    fig, at = (None, ax) if ax is not None else axes(ylabel, xlabel, title, (SIZE[0], 1.1 + 0.32 * slots))
+    height, left = (0.7, np.zeros(len(names))) if stacked else (0.8 / len(groups), None)
+    for i, (series, g) in enumerate(groups.items()):
+        length = np.array([float(g.get(n, 0)) for n in names])
+        y = np.arange(len(names)) + (0 if stacked else (i - (len(groups) - 1) / 2) * height)
+        look = dict(color=COLOURS[i % 8], hatch=HATCHES[i % 8], edgecolor="white", label=series)
+        drawn = at.barh(y, length, height, left=left, **look)
+        if stacked:
+            left = left + length
+        else:
+            at.bar_label(drawn, [f"{v:,.{digits}g}" if v < 1e4 else si(v, digits) for v in length], padding=3)
+    at.set_yticks(range(len(names)), names)
+    at.invert_yaxis()
+    at.grid(axis="y", visible=False)
+    at.margins(x=0.12)
+    _finish(fig, at, ylabel, xlabel, title, logy, False, len(groups) if grouped else 0, alt)
+
+
+def heatmap(
+    matrix: Any,
+    *,
+    xlabel: str,
+    ylabel: str,
+    unit: str = "",
+    title: str = "",
+    xticks: Sequence[str] | None = None,
+    yticks: Sequence[str] | None = None,
+    annotate: bool = False,
+    signed: bool = False,
+    alt: str = "",
+    ax: Any = None,
+) -> None:
+    """Rows down, columns across, dark is large; signed centres the colours on zero, annotate writes the values in."""
+    m = np.asarray(matrix, dtype=float)
+    fig, at = (None, ax) if ax is not None else axes(xlabel, ylabel, title, (SIZE[0], 4.4))
+    top = np.nanmax(np.abs(m)) or 1.0
+    look = dict(cmap="RdBu_r", vmin=-top, vmax=top) if signed else dict(cmap="Greys")
+    drawn = at.imshow(m, aspect="auto", interpolation="nearest", **look)
+    at.grid(visible=False)
+    for put_ticks, labels, turn in ((at.set_xticks, xticks, 45), (at.set_yticks, yticks, 0)):
+        if labels is not None:
+            put_ticks(range(len(labels)), labels, rotation=turn, ha="right")
+    if annotate:
+        low, high = drawn.get_clim()
+        for (i, j), v in np.ndenumerate(m):
+            dark = abs(v) > 0.6 * top if signed else v > (low + high) / 2
+            at.text(j, i, f"{v:.2g}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    if unit:
+        at.figure.colorbar(drawn, ax=at, label=unit)
+    _finish(fig, at, xlabel, ylabel, title, False, False, 0, alt)
+
+
+def table(rows: Iterable[Any], columns: Sequence[str] | None = None, digits: int = 4, caption: str = "") -> None:
+    """Rows (mappings or dataclasses) as a table; numbers to `digits` figures, whole ones with thousands apart."""
+    rows = [asdict(r) if is_dataclass(r) else dict(r) for r in rows]
+    columns = list(columns or dict.fromkeys(k for r in rows for k in r))
+    cells = [[_cell(r.get(c, ""), digits) for c in columns] for r in rows]
+    numeric = [all(not isinstance(r.get(c), str) for r in rows) for c in columns]
+    wide = [max([len(c), *(len(r[i]) for r in cells)]) for i, c in enumerate(columns)]
+    fit = lambda r: "  ".join(t.rjust(w) if n else t.ljust(w) for t, w, n in zip(r, wide, numeric)).rstrip()
+    side = [f' style="text-align:{"right" if n else "left"}"' for n in numeric]
+    row = lambda tag, r: "<tr>" + "".join(f"<{tag}{s}>{html.escape(t)}</{tag}>" for t, s in zip(r, side)) + "</tr>"
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    page = f"<table>{title}<thead>{row('th', columns)}</thead><tbody>{''.join(row('td', r) for r in cells)}</tbody>"
+    put("\n".join([*([caption] if caption else []), fit(columns), *map(fit, cells)]), html=f"{page}</table>")
+
+
+def stack(layers: Sequence[tuple[str, str, str]], alt: str = "", ax: Any = None) -> None:
+    """Boxes from the top layer down: (name, what it does, where it is here)."""
+    fig, at = (None, ax) if ax is not None else axes("", "", size=(SIZE[0], 0.72 * len(layers) + 0.2))
+    at.set_axis_off()
+    at.set(xlim=(0, 10), ylim=(-len(layers), 0))
+    for i, (name, what, where) in enumerate(layers):
+        shade = 0.97 - 0.25 * i / max(1, len(layers) - 1)
+        at.add_patch(_box(0.1, -i - 0.88, 9.8, 0.72, shade))
+        at.text(0.35, -i - 0.52, name, weight="bold", va="center", fontsize=11)
+        at.text(2.7, -i - 0.52, what, va="center", fontsize=9.5)
+        at.text(9.7, -i - 0.52, where, va="center", ha="right", fontsize=8.5, family="monospace")
+        if i:
+            at.annotate("", (5, -i - 0.17), (5, -i + 0.13), arrowprops=dict(arrowstyle="-|>", color="#444444"))
+    if fig is not None:
+        show(fig, alt or "The layers from top to bottom: " + "; ".join(f"{n}: {w} ({p})" for n, w, p in layers))
+
+
+def si(value: float, digits: int = 3) -> str:
+    """1234567 -> "1.23 M": thousands k, millions M, then G (1e9), T, P, E."""
+    for limit, prefix in ((1e18, " E"), (1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= limit * (1 - 0.5 * 10.0**-digits):
+            return f"{float(f'{value / limit:.{digits}g}'):g}{prefix}"
+    return f"{float(f'{value:.{digits}g}'):g}"
+
+
+def _box(x: float, y: float, width: float, height: float, shade: float):
+    from matplotlib.patches import FancyBboxPatch
+
+    rounded = "round,pad=0,rounding_size=0.12"
+    return FancyBboxPatch((x, y), width, height, boxstyle=rounded, facecolor=str(shade), edgecolor="#444444")
+
+
+def _finish(fig, ax, xlabel, ylabel, title, logx, logy, named, alt) -> None:
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    if title:
+        ax.set_title(title)
+    if logx:
+        ax.set_xscale("log")
+    if logy:
+        ax.set_yscale("log")
+    if named > 1:
+        ax.legend()
+    if fig is not None:
+        show(fig, alt or f"{title or ylabel}{f' against {xlabel}' if xlabel else ''}")
+
+
+def _cell(value: Any, digits: int) -> str:
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    if isinstance(value, int | np.integer):
+        return f"{value:,}"
+    if isinstance(value, float | np.floating):
+        return f"{value:,.{digits}g}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.{digits}g}"
+    return str(value)
