@@ -1,17 +1,21 @@
-"""The one place that imports Triton. Without a GPU driver kernels run in the interpreter; without Triton they do not run.
+"""The one place that imports Triton. Without a GPU driver, kernels run in the interpreter.
 
-Triton has builds for Linux alone. Elsewhere `triton` and `tl` are stand-ins: a file with kernels still imports and reads
-the same, its IMPLS has no "triton" entry, and calling a kernel or its launcher raises a RuntimeError that says why.
+Triton has builds for Linux alone. Elsewhere `triton` and `tl` are stand-ins: a file with kernels still imports and
+reads the same, its IMPLS has no "triton" entry, and its launchers raise a RuntimeError that says why.
 """
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 if not any(Path(p).exists() for p in ("/proc/driver/nvidia/version", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-__all__ = ["HAVE_TRITON", "available", "tl", "triton"]
+__all__ = ["HAVE_TRITON", "INTERPRETED", "Build", "available", "row_tile", "rows_of", "tl", "triton"]
 
 
 class _Absent:
@@ -41,7 +45,40 @@ except ImportError:
     triton = tl = _Absent()
     HAVE_TRITON = False
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TILE = 1 << 18 if INTERPRETED else 4096  # the interpreter's time goes by operation, so it gets few, large programs
+
+
+@dataclass(frozen=True)
+class Build:
+    """One way to compile a kernel ahead of time: its arguments' types in order, and the values of its constants."""
+
+    kernel: Any
+    types: str  # "*bf16 *fp32 i32 fp32", a word an argument, constants left out
+    constants: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+
 
 def available(impls: dict[str, Callable]) -> dict[str, Callable]:
     """The implementations that can run here: all of them, or all but Triton's."""
     return {name: fn for name, fn in impls.items() if HAVE_TRITON or name != "triton"}
+
+
+def row_tile(D: int) -> tuple[int, int, int]:
+    """ROWS, COLS and warps of a program that keeps whole rows of D values in registers. Raises ValueError over 32 Ki.
+
+    A GPU's program holds 4096 values, or one row; 16 warps hold 32 Ki values at 64 a thread.
+    """
+    if D > 1 << 15:
+        raise ValueError(f"the kernel keeps a row in registers: at most 32768 values, got {D}; use the torch version")
+    COLS = triton.next_power_of_2(max(D, 1))
+    ROWS = max(1, TILE // COLS)
+    return ROWS, COLS, min(max(ROWS * COLS // 1024, 4), 16)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x as contiguous rows [R, D], whatever its strides; raises TypeError when a kernel cannot compute in its dtype."""
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"kernels compute in fp32 on fp32, fp16 or bf16 values, got {x.dtype}; use the torch version")
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()

@@ -14,13 +14,14 @@ For R rows of D values of b bytes, a multiply and an add counted apart and a div
     forward     4RD + 3R          b(RD + D)          bRD
     backward    11RD + 4R         b(2RD + D)         b(RD + D)
 
-Backward recomputes r. About one operation a byte: the time is the time to read x and write y once, which is what fusing must reach.
+Backward recomputes r. About one operation a byte: the time is the time to read x and write y once, which is what
+fusing must reach.
 """
 
 import numpy as np
 import torch
 
-from llmstack.ops._triton import available, tl, triton
+from llmstack.ops._triton import Build, available, row_tile, rows_of, tl, triton
 
 
 def rmsnorm_np(x: np.ndarray, g: np.ndarray, eps: float = 1e-6) -> np.ndarray:
@@ -48,7 +49,7 @@ def rmsnorm_torch(x: torch.Tensor, g: torch.Tensor, eps: float = 1e-6) -> torch.
 @triton.jit
 def _rmsnorm_kernel(x_ptr, g_ptr, y_ptr, R, D, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
     """A program takes ROWS whole rows: x and y cross memory once, g once a program."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     col = tl.arange(0, COLS)[None, :]  # [1, COLS]
     inside = (row < R) & (col < D)
     x = tl.load(x_ptr + row * D + col, mask=inside, other=0.0).to(tl.float32)  # [ROWS, COLS]
@@ -57,18 +58,68 @@ def _rmsnorm_kernel(x_ptr, g_ptr, y_ptr, R, D, eps, ROWS: tl.constexpr, COLS: tl
     tl.store(y_ptr + row * D + col, x / r * g, mask=inside)
 
 
+@triton.jit
+def _rmsnorm_backward_kernel(
+    dy_ptr, x_ptr, g_ptr, dx_ptr, dg_ptr, R, D, eps, STEPS, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """A program takes STEPS tiles of rows and sums its own dg: dy, x, dx cross memory once, dg once a program."""
+    col = tl.arange(0, COLS)[None, :]  # [1, COLS]
+    g = tl.load(g_ptr + col, mask=col < D, other=0.0).to(tl.float32)  # [1, COLS]
+    dg = tl.zeros([COLS], tl.float32)
+    for step in range(STEPS):
+        row = (tl.program_id(0).to(tl.int64) * STEPS + step) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+        inside = (row < R) & (col < D)
+        x = tl.load(x_ptr + row * D + col, mask=inside, other=0.0).to(tl.float32)  # [ROWS, COLS]
+        dy = tl.load(dy_ptr + row * D + col, mask=inside, other=0.0).to(tl.float32)
+        r = tl.sqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]  # [ROWS, 1]
+        n = x / r
+        u = dy * g
+        dx = (u - n * (tl.sum(u * n, axis=1) / D)[:, None]) / r
+        tl.store(dx_ptr + row * D + col, dx, mask=inside)
+        dg += tl.sum(dy * n, axis=0)
+    tl.store(dg_ptr + tl.program_id(0) * D + tl.arange(0, COLS), dg, mask=tl.arange(0, COLS) < D)
+
+
 def rmsnorm_triton(x: torch.Tensor, g: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Rows of up to 64 Ki values, any number of them, contiguous or not; raises ValueError on a g of another width."""
-    if g.shape != x.shape[-1:]:
-        raise ValueError(f"g scales the last axis of x: expected shape [{x.shape[-1]}], got {list(g.shape)}")
-    D = x.shape[-1]
-    rows = x.reshape(-1, D).contiguous()  # [R, D]
+    """Rows of up to 32 Ki values, any number of them, contiguous or not; raises ValueError on a g of another width."""
+    _check(x, g)
+    rows = rows_of(x)  # [R, D]
     y = torch.empty_like(rows)
-    R, COLS = len(rows), triton.next_power_of_2(D)
-    ROWS = max(1, 4096 // COLS)
-    if R:
-        _rmsnorm_kernel[(triton.cdiv(R, ROWS),)](rows, g.contiguous(), y, R, D, eps, ROWS, COLS)
+    ROWS, COLS, warps = row_tile(x.shape[-1])
+    if len(rows):
+        grid = (triton.cdiv(len(rows), ROWS),)
+        _rmsnorm_kernel[grid](rows, g.contiguous(), y, *rows.shape, eps, ROWS, COLS, num_warps=warps)
     return y.view(x.shape)
 
 
+def rmsnorm_triton_backward(
+    dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx and dg. At most 256 programs leave a part of dg each, and the parts are summed afterwards."""
+    _check(x, g)
+    rows = rows_of(x)  # [R, D]
+    dx = torch.empty_like(rows)
+    ROWS, COLS, warps = row_tile(x.shape[-1])
+    steps = triton.cdiv(triton.cdiv(len(rows), ROWS), 256)
+    programs = triton.cdiv(len(rows), ROWS * max(steps, 1))
+    dg = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    if programs:
+        _rmsnorm_backward_kernel[(programs,)](
+            rows_of(dy), rows, g.contiguous(), dx, dg, *rows.shape, eps, steps, ROWS, COLS, num_warps=warps
+        )
+    return dx.view(x.shape), dg.sum(0).to(g.dtype)
+
+
+def _check(x: torch.Tensor, g: torch.Tensor):
+    if g.shape != x.shape[-1:]:
+        raise ValueError(f"g scales the last axis of x: expected shape [{x.shape[-1]}], got {list(g.shape)}")
+
+
 IMPLS = available({"numpy": rmsnorm_np, "torch": rmsnorm_torch, "triton": rmsnorm_triton})
+BACKWARDS = available({"numpy": rmsnorm_np_backward, "triton": rmsnorm_triton_backward})
+AOT = [
+    Build(_rmsnorm_kernel, "*bf16 *bf16 *bf16 i32 i32 fp32", {"ROWS": 1, "COLS": 4096}),
+    Build(_rmsnorm_kernel, "*fp32 *fp32 *fp32 i32 i32 fp32", {"ROWS": 1, "COLS": 32768}, num_warps=16),
+    Build(_rmsnorm_backward_kernel, "*bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 fp32 i32", {"ROWS": 1, "COLS": 4096}),
+    Build(_rmsnorm_backward_kernel, "*bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 fp32 i32", {"ROWS": 1, "COLS": 8192}, 8),
+]
