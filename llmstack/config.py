@@ -58,6 +58,7 @@ class ModelConfig:
     parallel: bool = False  # attention and FFN read the same input (PaLM, GPT-J, Falcon)
     parallel_norms: int = 1  # norms in a parallel block: one shared, or one for each branch
     qkv_bias: bool = False
+    k_bias: bool = True  # where q, k and v have biases: the key's too (Whisper leaves it out)
     out_bias: bool = False
     ffn_bias: bool = False
     sliding_window: int = 0  # a query sees this many keys, itself among them; 0: all
@@ -79,11 +80,13 @@ class ModelConfig:
     head_bias: bool = False
     final_norm: bool = True
     embedding_norm: bool = False
-    embedding_scale: float = 1.0  # the 2017 Transformer and PaLM: sqrt(d_model)
-    head_scale: float = 1.0  # on the logits; T5 v1.0: d_model ** -0.5
+    embedding_scale: float = 1.0  # the 2017 Transformer: sqrt(d_model)
+    head_scale: float = 1.0  # on the logits; T5 v1.0 and PaLM: d_model ** -0.5
     d_embedding: int = 0  # width of the embedding before its projection (OPT-350m: 512); 0: d_model
     token_types: int = 0
+    task_types: int = 0  # ERNIE's embedding of the training task
     pooler: bool = False
+    mlm: bool = False  # BERT's head for masked tokens; with a pooler also the one for the next sentence
     n_mels: int = 0  # audio input: mel channels of the convolutional front end (Whisper)
     max_source_len: int = 0  # positions of the encoder where they differ from the decoder's
 
@@ -225,6 +228,15 @@ class Plan:
         return self.tp * self.pp * self.dp * self.cp
 
 
+def ffn_width(d_model: int, multiple_of: int = 256, multiplier: float = 1.0) -> int:
+    """Inner width of a gated FFN as Llama sets it: two thirds of 4 d_model, so that three matrices hold what two would,
+    times `multiplier`, rounded up to `multiple_of`. (Meta's reference code: multiple_of 256 and no multiplier in
+    Llama 1, 4096 and 1.3 in Llama 2 and 3 70B, 1024 and 1.3 in Llama 3 8B.)
+    """
+    width = int(multiplier * int(2 * 4 * d_model / 3))
+    return multiple_of * -(-width // multiple_of)
+
+
 def _field_names() -> str:
     return ", ".join(f.name for f in fields(ModelConfig))
 
@@ -245,10 +257,11 @@ def preset(name: str) -> ModelConfig:
     """The published model of that name. Raises KeyError with the nearest names when there is none."""
     models, families = _tables()["models"], _tables()["families"]
     if name not in models:
-        from difflib import get_close_matches
+        from llmstack.facts import near
 
-        near = get_close_matches(str(name), models, n=3, cutoff=0.4)
-        raise KeyError(f"no preset {name!r}; " + (f"did you mean {', '.join(near)}?" if near else "see presets()"))
+        if closed := _tables()["undisclosed"].get(str(name)):
+            raise KeyError(f"no preset {name!r}: {closed['maker']} has not published its shape ({closed['source']})")
+        raise KeyError(f"no preset {name!r}; {near(name, models)}")
     return from_fields(name, {**families[models[name]["family"]], **models[name]})
 
 

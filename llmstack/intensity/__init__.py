@@ -1,1 +1,5 @@
+"""How much a model computes, stores and moves, in closed form."""
 
+from llmstack.intensity.params import Params, params
+
+__all__ = ["Params", "params"]
