@@ -7,7 +7,7 @@
     silu           x σ(x)                                                σ (1 + x (1 − σ))
 
 GELU and its two approximations: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2. SiLU: the same paper, and as
-Swish Ramachandran et al. 2017, arXiv:1710.05941. For N values of b bytes forward reads and writes bN each, backward reads
+Swish Ramachandran et al. 2017, arXiv:1710.05941. For N values of b bytes forward reads and writes bN, backward reads
 2bN (dy and x) and writes bN, whatever the function: a transcendental function costs no byte.
 """
 

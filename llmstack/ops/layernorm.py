@@ -80,7 +80,7 @@ def _layernorm_kernel(x_ptr, g_ptr, b_ptr, y_ptr, R, D, eps, ROWS: tl.constexpr,
 def _layernorm_backward_kernel(
     dy_ptr, x_ptr, g_ptr, dx_ptr, dg_ptr, db_ptr, R, D, eps, STEPS, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """A program takes STEPS tiles of rows and sums its own dg, db: dy, x, dx cross memory once, those once a program."""
+    """A program takes STEPS tiles of rows and sums its own dg and db, which it writes once; dy, x, dx cross once."""
     col = tl.arange(0, COLS)[None, :]  # [1, COLS]
     g = tl.load(g_ptr + col, mask=col < D, other=0.0).to(tl.float32)  # [1, COLS]
     dg = tl.zeros([COLS], tl.float32)
