@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from llmstack.course.show import put
 
@@ -129,7 +130,9 @@ def bars(
     at.set_yticks(range(len(names)), names)
     at.invert_yaxis()
     at.grid(axis="y", visible=False)
-    at.margins(x=0.12)
+    at.margins(x=0.14)
+    if not logy:
+        at.xaxis.set_major_formatter(EngFormatter())
     _finish(fig, at, ylabel, xlabel, title, logy, False, len(groups) if grouped else 0, alt)
 
 
@@ -223,7 +226,7 @@ def _finish(fig, ax, xlabel, ylabel, title, logx, logy, named, alt) -> None:
     if logy:
         ax.set_yscale("log")
     if named > 1:
-        ax.legend()
+        ax.legend(frameon=False)
     if fig is not None:
         show(fig, alt or f"{title or ylabel}{f' against {xlabel}' if xlabel else ''}")
 

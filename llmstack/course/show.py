@@ -20,8 +20,12 @@ PRE = "margin:0;padding:.6em;overflow-x:auto;font-size:11px;line-height:1.35;bac
 
 def put(text: str, *, html: str | None = None, png: bytes | None = None, alt: str = "", widget: Any = None) -> None:
     """Display one output in its plain form and richer ones; a page shows the richest that it can."""
+    from IPython import get_ipython
     from IPython.display import display
 
+    if get_ipython() is None:
+        print(text)
+        return
     view = widget and {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     forms = {"text/plain": text, "text/html": html, "image/png": png, "application/vnd.jupyter.widget-view+json": view}
     metadata = {"image/png": {"alt": alt or text}} if png else {}
