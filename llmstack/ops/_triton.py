@@ -66,15 +66,15 @@ def available(impls: dict[str, Callable]) -> dict[str, Callable]:
 
 
 def row_tile(D: int) -> tuple[int, int, int]:
-    """ROWS, COLS and warps of a program that keeps whole rows of D values in registers. Raises ValueError over 32 Ki.
+    """ROWS, COLS and warps of a program that keeps whole rows of D values in registers. Raises ValueError over 16 Ki.
 
-    A GPU's program holds 4096 values, or one row; 16 warps hold 32 Ki values at 64 a thread.
+    A GPU's program holds 4096 values or one row, 16 of them a thread as long as 16 warps are enough (8 Ki).
     """
-    if D > 1 << 15:
-        raise ValueError(f"the kernel keeps a row in registers: at most 32768 values, got {D}; use the torch version")
+    if D > 1 << 14:
+        raise ValueError(f"the kernel keeps a row in registers: at most 16384 values, got {D}; use the torch version")
     COLS = triton.next_power_of_2(max(D, 1))
     ROWS = max(1, TILE // COLS)
-    return ROWS, COLS, min(max(ROWS * COLS // 1024, 4), 16)
+    return ROWS, COLS, min(max(ROWS * COLS // 512, 4), 16)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762, eq. 1), grouped (Ainslie et al. 2023, 2305.13245).
+"""Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762, eq. 1), also with grouped heads (2305.13245).
 
     out = softmax(Q Kᵀ / √Dh + bias) V              a mask sets scores to −∞ where it is False
 
@@ -154,5 +154,5 @@ def attention_torch(
     return scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=H != K)
 
 
-IMPLS = {"numpy": attention_np, "torch": attention_formula}
+IMPLS = {"numpy": attention_np, "torch": attention_formula}  # attention_torch is one call: nothing to read
 BACKWARDS = {"numpy": attention_np_backward}

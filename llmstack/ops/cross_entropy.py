@@ -132,7 +132,7 @@ def _kept(logits, targets, ignore_index: int, reduction: str):
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction = {reduction!r}, but it must be one of {', '.join(REDUCTIONS)}")
     kept = targets != ignore_index
-    check_ids(targets[kept] if targets.ndim else targets.reshape(1)[kept.reshape(1)], logits.shape[-1], "targets")
+    check_ids(targets * kept, logits.shape[-1], "targets")
     return kept
 
 

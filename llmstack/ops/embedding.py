@@ -30,7 +30,7 @@ def embedding_torch(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def check_ids(ids: np.ndarray | torch.Tensor, V: int, name: str):
-    """Raises IndexError on an id outside 0…V−1. On a GPU it would have to wait, so there the kernel's own check must do."""
+    """Raises IndexError on an id outside 0…V−1. On a GPU the look would wait for the device: left out there."""
     if isinstance(ids, torch.Tensor) and ids.device.type != "cpu" or not len(ids.reshape(-1)):
         return
     low, high = int(ids.min()), int(ids.max())

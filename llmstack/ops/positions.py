@@ -50,7 +50,7 @@ def relative_bucket_np(
 
 
 def alibi_slopes_np(H: int) -> np.ndarray:
-    """[H]: 2^(−8h/H) for h = 1…H. Where H is no power of two: those of the power P below it, then every other of 2P's."""
+    """[H]: 2^(−8h/H) for h = 1…H. Where H is no power of two: those of the power P below, then every other of 2P's."""
     P = 1 << (H.bit_length() - 1)
     return 2.0 ** np.array([-8 * h / P for h in range(1, P + 1)] + [-4 * h / P for h in range(1, 2 * (H - P), 2)])
 
@@ -110,7 +110,7 @@ def alibi_slopes(H: int) -> torch.Tensor:
 
 
 def alibi_bias(T: int, S: int, H: int) -> torch.Tensor:
-    """[H, T, S], to be added to the scaled scores. Symmetric; a causal mask hides the half that a decoder has no use for."""
+    """[H, T, S], to be added to the scaled scores. Symmetric: a decoder's causal mask hides the other half."""
     distance = torch.arange(S) - torch.arange(S - T, S)[:, None]  # [T, S]
     return -alibi_slopes(H)[:, None, None] * distance.abs()
 

@@ -84,7 +84,7 @@ def _softmax_backward_kernel(dy_ptr, y_ptr, dx_ptr, R, S, ROWS: tl.constexpr, CO
 
 
 def softmax_triton(x: torch.Tensor) -> torch.Tensor:
-    """Rows of up to 32 Ki values, contiguous or not."""
+    """Rows of up to 16 Ki values, contiguous or not."""
     rows = rows_of(x)  # [R, S]
     y = torch.empty_like(rows)
     ROWS, COLS, warps = row_tile(x.shape[-1])
@@ -108,8 +108,8 @@ def softmax_triton_backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 IMPLS = available({"numpy": softmax_np, "torch": softmax_torch, "triton": softmax_triton})
 BACKWARDS = available({"numpy": softmax_np_backward, "triton": softmax_triton_backward})
 AOT = [
-    Build(_softmax_kernel, "*bf16 *bf16 i32 i32", {"ROWS": 1, "COLS": 4096}),
-    Build(_softmax_kernel, "*fp32 *fp32 i32 i32", {"ROWS": 1, "COLS": 32768}, num_warps=16),
-    Build(_softmax_backward_kernel, "*bf16 *bf16 *bf16 i32 i32", {"ROWS": 1, "COLS": 4096}),
-    Build(_softmax_backward_kernel, "*fp32 *fp32 *fp32 i32 i32", {"ROWS": 1, "COLS": 32768}, num_warps=16),
+    Build(_softmax_kernel, "*bf16 *bf16 i32 i32", {"ROWS": 1, "COLS": 4096}, 8),
+    Build(_softmax_kernel, "*fp32 *fp32 i32 i32", {"ROWS": 1, "COLS": 16384}, 16),
+    Build(_softmax_backward_kernel, "*bf16 *bf16 *bf16 i32 i32", {"ROWS": 1, "COLS": 4096}, 8),
+    Build(_softmax_backward_kernel, "*fp32 *fp32 *fp32 i32 i32", {"ROWS": 1, "COLS": 16384}, 16),
 ]
