@@ -1,0 +1,193 @@
+"""Models from a config, and from and to folders in Hugging Face's layout: config.json and safetensors.
+
+A folder has either model.safetensors or model.safetensors.index.json, which says in which shard a tensor is. Weights
+are written to a temporary name and renamed, so a process killed at any moment leaves the checkpoint that was there.
+Pickle is never opened: it can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from llmstack.architectures.decoder import Decoder
+from llmstack.architectures.encoder import Encoder
+from llmstack.architectures.encoder_decoder import EncoderDecoder
+from llmstack.architectures.hf import OWN, CheckpointError, config_from_hf, config_to_hf, family, pieces
+from llmstack.config import ConfigError, ModelConfig
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CLASSES = {"decoder": Decoder, "encoder": Encoder, "encoder-decoder": EncoderDecoder}
+CONVERT = (
+    "transformers' AutoModel.from_pretrained(folder).save_pretrained(folder, safe_serialization=True), run where you "
+    "trust the file, writes safetensors"
+)
+
+
+def build(config: ModelConfig, seed: int = 0, device="cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of that shape with weights drawn from `seed`. On device "meta" it has shapes and no storage."""
+    for dial in ("n_experts", "d_state", "kv_lora_rank"):
+        if getattr(config, dial):
+            raise ConfigError(f"{config.name}: build makes dense Transformers, but {dial} = {getattr(config, dial)}")
+    with torch.device(device):
+        return CLASSES[config.kind](config, seed).to(dtype)
+
+
+def load(path: str | Path, dtype: torch.dtype = torch.float32, device="cpu") -> nn.Module:
+    """The model in a folder. Raises FileNotFoundError or CheckpointError, each with what is wrong and the usual fix."""
+    folder = Path(path)
+    config, own = read_config(folder)
+    model = build(config, device="meta")
+    mine = dict(model.named_parameters())  # tied ones once
+    wanted = pieces(config, list(mine), own)
+    places = _places(folder, config, wanted, own)
+    if missing := sorted(set(wanted) - set(places)):
+        raise CheckpointError(
+            f"{folder} lacks {_some(missing)}; the download is incomplete or config.json is another's"
+        )
+    state: dict[str, nn.Parameter] = {}
+    for file in sorted({file for file, _ in places.values()}):
+        with _open(folder / file) as shard:
+            for name in (n for n in wanted if places[n][0] == file):
+                parts = [mine[ours] for ours in wanted[name].ours]
+                shape, want = shard.get_slice(places[name][1]).get_shape(), list(wanted[name].join(parts).shape)
+                if shape != want:
+                    raise CheckpointError(_mismatch(folder, config, name, shape, want))
+                whole = shard.get_tensor(places[name][1])
+                for ours, tensor in zip(wanted[name].ours, wanted[name].split(whole, [len(p) for p in parts])):
+                    kept = tensor.to(device, dtype).contiguous()
+                    state[ours] = nn.Parameter(kept, requires_grad=mine[ours].requires_grad)
+    first = {id(p): name for name, p in mine.items()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        state[name] = state[first[id(p)]]
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def save(model: nn.Module, path: str | Path, shard_bytes: float = 5e9) -> None:
+    """Write a folder that `load` and transformers read; in shards where it takes more than `shard_bytes` bytes.
+
+    Other files in the folder, such as a tokenizer's, stay. Raises ValueError when the path is a file.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file; save takes a folder, which it makes where there is none")
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = config_to_hf(model.config)
+    mine = dict(model.named_parameters())
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, piece in pieces(model.config, list(mine), raw["model_type"] == OWN).items():
+        whole = piece.join([mine[ours].detach() for ours in piece.ours]).cpu().contiguous()
+        if shards[-1] and whole.nbytes > room:
+            shards, room = [*shards, {}], shard_bytes
+        shards[-1][name], room = whole, room - whole.nbytes
+    raw |= {"dtype": str(next(iter(mine.values())).dtype).removeprefix("torch.")}
+    old = {p for p in folder.glob("model*.safetensors*")}
+    tag = uuid4().hex[:8]  # new shards beside the old ones: the index decides which are read
+    names = (
+        [WHOLE]
+        if len(shards) == 1
+        else [f"model-{i + 1:05}-of-{len(shards):05}-{tag}.safetensors" for i in range(len(shards))]
+    )
+    _write(folder / "config.json", lambda at: at.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8"))
+    for file, shard in zip(names, shards):
+        _write(folder / file, lambda at: save_file(shard, at, metadata={"format": "pt"}))
+    keep = {folder / name for name in names}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(t.nbytes for s in shards for t in s.values())}}
+        index["weight_map"] = {name: file for file, shard in zip(names, shards) for name in shard}
+        _write(folder / INDEX, lambda at: at.write_text(json.dumps(index, indent=2), encoding="utf-8"))
+        keep.add(folder / INDEX)
+    for stale in sorted(old - keep):
+        stale.unlink(missing_ok=True)
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, bool]:
+    """The config of a checkpoint folder, and whether its tensors have our own names."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}; a checkpoint is a folder with config.json and safetensors")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} has no config.json; it holds {_some(sorted(p.name for p in folder.iterdir()))}"
+        )
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{folder / 'config.json'} is not JSON: {error}; write or download it again") from None
+    own = raw.get("model_type") == OWN
+    return config_from_hf(raw, "" if own else raw.get("_name_or_path") or folder.name), own
+
+
+def _places(folder: Path, config: ModelConfig, wanted, own: bool) -> dict[str, tuple[str, str]]:
+    """Of every tensor that is wanted, the file and its name there. Refuses files that are missing or unknown."""
+    if (folder / WHOLE).is_file():
+        with _open(folder / WHOLE) as file:
+            stored = dict.fromkeys(file.keys(), WHOLE)
+    elif (folder / INDEX).is_file():
+        stored = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        if gone := sorted({file for file in stored.values() if not (folder / file).is_file()}):
+            raise CheckpointError(
+                f"{folder / INDEX} names shards that are not there: {_some(gone)}; download them again"
+            )
+    elif pickles := sorted(p.name for end in ("bin", "pt", "pth", "ckpt") for p in folder.glob(f"*.{end}")):
+        raise CheckpointError(
+            f"{folder} has its weights as pickle ({_some(pickles)}), which is never opened; {CONVERT}"
+        )
+    else:
+        raise FileNotFoundError(f"{folder} has neither {WHOLE} nor {INDEX}")
+    entry = {"prefix": "", "ignore": []} if own else family(config.model_type)
+    tied = ["lm_head.weight"] if config.tied else []
+    places, strange = {}, []
+    for name, file in stored.items():
+        today = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))  # BERT's first files
+        known = next((n for n in (today, entry["prefix"] + today) if n in wanted), None)
+        if known:
+            places[known] = (file, name)
+        elif not any(re.fullmatch(pattern, name) for pattern in [*entry["ignore"], *tied]):
+            strange.append(name)
+    if strange:
+        raise CheckpointError(
+            f"{folder} holds {_some(sorted(strange))}, for which {config.model_type} with this config.json has no place; "
+            "is model_type right, and every bias and norm that the file has?"
+        )
+    return places
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise CheckpointError(f"{path} ({size:,} bytes) is damaged or cut short: {error}; download it again") from None
+
+
+def _mismatch(folder: Path, config: ModelConfig, name: str, shape: list[int], want: list[int]) -> str:
+    dials = ("d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab_size", "max_seq_len")
+    says = ", ".join(f"{dial} = {getattr(config, dial)}" for dial in dials)
+    return (
+        f"{name} is {shape} in {folder}, but its config.json makes it {want} ({says}); "
+        "correct the head count or width in config.json, or take the config.json that came with the weights"
+    )
+
+
+def _some(names: list[str], n: int = 4) -> str:
+    return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
+
+
+def _write(path: Path, write) -> None:
+    """Call `write` with a temporary name, then rename it in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,4 @@
+from torch import nn
+
+
+class EncoderDecoder(nn.Module): ...

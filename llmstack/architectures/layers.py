@@ -1,0 +1,203 @@
+"""What every Transformer is made of: norm, attention, feed-forward network, and the residual block that joins them.
+
+The dials of a ModelConfig choose among the variants, so one Block is GPT-2's, Llama's, PaLM's, BERT's and T5's:
+
+    pre         x + f(n(x))             GPT-2, Llama, T5        the identity path is never normalised
+    post        n(x + f(x))             2017, GPT-1, BERT       every layer's output is
+    deepnorm    n(α x + f(x))           Wang et al. 2022, arXiv:2203.00555, fig. 2
+    parallel    x + a(n(x)) + f(n(x))   GPT-J, PaLM, Falcon     both halves read the same input
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from llmstack.architectures.cache import Cache
+from llmstack.config import ModelConfig
+from llmstack.ops.activations import ACTIVATIONS_TORCH
+from llmstack.ops.attention import attention_torch
+from llmstack.ops.deepnorm import deepnorm_constants, deepnorm_torch
+from llmstack.ops.glu import GLU_TORCH
+from llmstack.ops.layernorm import layernorm_torch
+from llmstack.ops.rmsnorm import rmsnorm_torch
+from llmstack.ops.rope import rope_torch
+
+
+@dataclass
+class Pass:
+    """What the layers of one forward pass share. Masks are True where attention is allowed; None allows all."""
+
+    mask: Tensor | None = None  # [B or 1, 1, T, S]
+    band: Tensor | None = None  # the mask of windowed layers
+    causal: bool = False  # plain causal order, in place of a mask
+    bias: Tensor | None = None  # [B or 1, H, T, S]: ALiBi, T5's buckets
+    rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines, [B or 1, T, rotated dims / 2]
+    cache: Cache | None = None
+    memory: Tensor | None = None  # [B, S', D]: what cross-attention reads
+    memory_mask: Tensor | None = None  # [B, 1, 1, S']
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last axis, with or without a bias."""
+
+    def __init__(self, config: ModelConfig, width: int = 0):
+        super().__init__()
+        self.kind, self.eps = config.norm, config.norm_eps
+        self.weight = nn.Parameter(torch.ones(width or config.d_model))
+        self.bias = nn.Parameter(torch.zeros(width or config.d_model)) if config.norm_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "rmsnorm":
+            return rmsnorm_torch(x, self.weight, self.eps)
+        return layernorm_torch(x, self.weight, self.bias, self.eps)
+
+
+class Attention(nn.Module):
+    """H query heads over K shared key-value heads: self-attention, or cross-attention over an encoder's output.
+
+    MHA: K = H. GQA: 1 < K < H. MQA: K = 1 (Shazeer 2019, arXiv:1911.02150; Ainslie et al. 2023, arXiv:2305.13245).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0, cross: bool = False):
+        super().__init__()
+        self.config, self.layer, self.cross = config, layer, cross
+        inner, shared = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
+        self.q = nn.Linear(config.d_model, inner, bias=config.qkv_bias)
+        self.k = nn.Linear(config.d_model, shared, bias=config.qkv_bias and config.k_bias)
+        self.v = nn.Linear(config.d_model, shared, bias=config.qkv_bias)
+        self.o = nn.Linear(inner, config.d_model, bias=config.out_bias)
+
+    def forward(self, x: Tensor, now: Pass) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
+        split = lambda y: y.unflatten(-1, (-1, self.config.d_head)).transpose(1, 2)  # [B, heads, T, Dh]
+        q = split(self.q(x))
+        scale = self.config.attention_scale
+        if self.cross:
+            make = lambda: (split(self.k(now.memory)), split(self.v(now.memory)))
+            k, v = now.cache.memory(self.layer, make) if now.cache is not None else make()
+            out = attention_torch(q, k, v, mask=now.memory_mask, scale=scale)
+        else:
+            k, v = split(self.k(x)), split(self.v(x))
+            if now.rotation is not None:
+                q, k = (rope_torch(y, *now.rotation, interleaved=self.config.rope_interleaved) for y in (q, k))
+            banded = self.config.windowed(self.layer)
+            how = dict(mask=now.band if banded else now.mask, bias=now.bias, scale=scale)
+            how["causal"] = now.causal and how["mask"] is None
+            if now.cache is not None:
+                out = now.cache.attend(self.layer, q, k, v, **how)
+            else:
+                out = attention_torch(q, k, v, **how)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """act(x W + b) V + c, or with a gate (act(x G) ⊙ x U) D (Shazeer 2020, arXiv:2002.05202). x [..., D] -> [..., D]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.act = (GLU_TORCH if config.gated else ACTIVATIONS_TORCH)[config.activation]
+        self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.ffn_bias) if config.gated else None
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.ffn_bias)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.ffn_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.up(x)) if self.gate is None else self.act(self.gate(x), self.up(x))  # [..., F]
+        return self.down(inner)
+
+
+class Block(nn.Module):
+    """Attention and FFN (and cross-attention between them where there is an encoder) around a residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int = 0, cross: bool = False, side: str = ""):
+        super().__init__()
+        self.place, self.parallel = config.norm_place, config.parallel
+        self.alpha = deepnorm_constants(config.n_layers, config.kind, side or "encoder")[0]
+        normed = self.place != "none"
+        self.attention = Attention(config, layer)
+        self.norm1 = Norm(config) if normed else None
+        if cross:
+            self.cross = Attention(config, layer, cross=True)
+            self.norm_cross = Norm(config) if normed else None
+        self.ffn = FeedForward(config)
+        self.norm2 = Norm(config) if normed and not (self.parallel and config.parallel_norms == 1) else None
+
+    def residual(self, x: Tensor, norm: Norm | None, f) -> Tensor:
+        if norm is None:
+            return x + f(x)
+        if norm.kind == "deepnorm":
+            return deepnorm_torch(x, f(x), norm.weight, norm.bias, self.alpha, norm.eps)
+        return x + f(norm(x)) if self.place == "pre" else norm(x + f(x))
+
+    def forward(self, x: Tensor, now: Pass) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
+        if self.parallel:
+            n = self.norm1(x)
+            return x + self.attention(n, now) + self.ffn(n if self.norm2 is None else self.norm2(x))
+        x = self.residual(x, self.norm1, lambda y: self.attention(y, now))
+        if hasattr(self, "cross"):
+            x = self.residual(x, self.norm_cross, lambda y: self.cross(y, now))
+        return self.residual(x, self.norm2, self.ffn)
+
+
+def check_ids(ids: Tensor, config: ModelConfig, what: str = "ids", start: int = 0, table: int = 0) -> None:
+    """Refuse what no lookup could answer. `table` is the number of learned positions, `start` those already used."""
+    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{what} must be whole numbers of shape [B, T], got {ids.dtype} {list(ids.shape)}")
+    if ids.shape[1] == 0:
+        raise ValueError(f"{what} are empty, shape {list(ids.shape)}: a model needs one token at least, such as BOS")
+    if table and start + ids.shape[1] > table:
+        raise ValueError(
+            f"{what} end at position {start + ids.shape[1]}, but {config.name} has a position table of {table}; "
+            "shorten the sequence, or use a model with a longer context"
+        )
+    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():  # elsewhere it would wait
+        low, high = ids.min().item(), ids.max().item()
+        if low < 0 or high >= config.vocab_size:
+            raise ValueError(
+                f"{what} hold token {low if low < 0 else high}, but {config.name} has vocab_size = "
+                f"{config.vocab_size}: ids run from 0 to {config.vocab_size - 1}; is this the model's own tokenizer?"
+            )
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Draw the weights. Decoders and encoders: N(0, 0.02²), with the matrices that write to the residual stream divided
+    by sqrt(2 L) (GPT-2, section 2.3). Encoder-decoders: variance 1 / fan-in, with the query's scaled to what
+    attention does not divide by (T5). DeepNorm: v, o and the FFN scaled by β (arXiv:2203.00555, fig. 2)."""
+    rng = torch.Generator().manual_seed(seed)
+    two_sided = config.kind == "encoder-decoder"
+    spread = lambda fan_in: fan_in**-0.5 if two_sided else 0.02
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and module.weight.requires_grad:
+            tied = config.tied and name == "tokens"
+            wide = 1 / config.embedding_scale if two_sided and not config.tied else spread(config.d_model)
+            draw(module.weight, wide / config.head_scale if tied else wide, rng)
+        elif isinstance(module, nn.Linear | nn.Conv1d):
+            if name == "head" and config.tied:
+                continue
+            std = spread(module.weight[0].numel())
+            if name == "q":
+                std *= min(1.0, config.d_head**-0.5 / config.attention_scale)
+            if config.norm == "deepnorm" and name in ("v", "o", "up", "gate", "down"):
+                std = deepnorm_std(path, module, config)
+            elif name in ("o", "down") and not two_sided and config.norm_place == "pre":
+                std /= (2 * config.n_layers) ** 0.5
+            draw(module.weight, std, rng)
+            if module.bias is not None:
+                module.bias.zero_()
+
+
+def deepnorm_std(path: str, module: nn.Linear, config: ModelConfig) -> float:
+    """Xavier's spread with gain β."""
+    side = "decoder" if path.startswith("decoder") else "encoder"
+    beta = deepnorm_constants(config.n_layers, config.kind, side)[1]
+    return beta * (2 / (module.in_features + module.out_features)) ** 0.5
+
+
+def draw(weight: Tensor, std: float, rng: torch.Generator) -> None:
+    """The same numbers on every device: they are drawn on the CPU in fp32."""
+    weight.copy_(torch.randn(weight.shape, generator=rng, device="cpu") * std)
