@@ -159,19 +159,36 @@ def norms_at_depth() -> Lab:
     return lab(draw, "Norms at depth, before training", layers=(2, 48, 2, 12), seed=(0, 9))
 
 
-def _scales(layers: int, seed: int, **dials) -> tuple[list[float], list[float]]:
+def untrained(layers: int, seed: int = 0, **dials) -> tuple[Decoder, torch.Tensor, torch.Tensor]:
+    """A narrow decoder of that depth as the papers that compare norms start it, and random ids and targets [B, T]."""
     config = ModelConfig("lab", 32, layers, 4, 64, d_ff=128, activation="gelu", positions="none", **dials)
     model, rng = Decoder(config, seed), torch.Generator().manual_seed(seed)
-    if config.norm != "deepnorm":  # Xavier's spread, as the papers that compare norms start from; DeepNorm has its own
+    if config.norm != "deepnorm":  # Xavier's spread; DeepNorm has its own
         for module in model.blocks.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_normal_(module.weight, generator=rng)
     nn.init.normal_(model.embed.tokens.weight, generator=rng)
-    ids, targets = torch.randint(0, 64, (2, 4, 16), generator=rng)  # [B, T] each
+    return model, *torch.randint(0, 64, (2, 4, 16), generator=rng)
+
+
+def _scales(layers: int, seed: int, **dials) -> tuple[list[float], list[float]]:
+    model, ids, targets = untrained(layers, seed, **dials)
     *states, last = model.states(ids)
     nn.functional.cross_entropy(model.out(last).flatten(0, 1), targets.flatten()).backward()
     rms = lambda x: float(x.detach().square().mean().sqrt())
     return [rms(s) for s in states], [rms(block.ffn.down.weight.grad) for block in model.blocks]
+
+
+def update(layers: int, step: float, seed: int = 0, **dials) -> float:
+    """How far the output moves, relative to its size, when each weight of the blocks takes one step of size `step`
+    down its gradient's sign, as Adam's first step does (arXiv:2203.00555, section 4, calls it the model update)."""
+    model, ids, targets = untrained(layers, seed, **dials)
+    before = model.hidden_states(ids)[-1]
+    nn.functional.cross_entropy(model.out(before).flatten(0, 1), targets.flatten()).backward()
+    with torch.no_grad():
+        for weight in model.blocks.parameters():
+            weight -= step * weight.grad.sign()
+        return float((model.hidden_states(ids)[-1] - before).norm() / before.norm())
 
 
 def activations() -> Lab:
