@@ -129,14 +129,17 @@ class Question:
         return f" in {self.unit}" if self.unit else ""
 
     def show(self) -> None:
+        put(self._plain(), widget=self.form(), html=self._page())
+
+    def form(self) -> Any:
+        """The widget: a menu of choices or a field, and below it the reply to what was given."""
         import ipywidgets as W
 
-        wide = W.Layout(width="auto")
         if self.choices is not None:
-            form = W.RadioButtons(options=list(self.choices), index=None, layout=W.Layout(width="max-content"))
+            field = W.RadioButtons(options=list(self.choices), index=None, layout=W.Layout(width="max-content"))
         else:
             hint = f"a number{self._in_unit()}, then Enter"
-            form = W.Text(placeholder=hint, continuous_update=False, layout=W.Layout(width="22em"))
+            field = W.Text(placeholder=hint, continuous_update=False, layout=W.Layout(width="22em"))
         reply = W.HTML()
 
         def answered(change):
@@ -144,10 +147,9 @@ class Question:
                 result = self.check(change["new"])
                 reply.value = f"<b>{'✓' if result.right else '✗'}</b> {html.escape(result.says)}"
 
-        form.observe(answered, names="value")
-        box = W.VBox([W.HTML(f"<b>Question.</b> {html.escape(self.prompt)}", layout=wide), form, reply])
-        box.add_class("llmstack-question")
-        put(self._plain(), widget=box, html=self._page())
+        field.observe(answered, names="value")
+        box = W.VBox([W.HTML(f"<b>Question.</b> {html.escape(self.prompt)}"), field, reply])
+        return box.add_class("llmstack-question")
 
     def _plain(self) -> str:
         listed = [f"  {chr(97 + i)}) {c}" for i, c in enumerate(self.choices or ())]

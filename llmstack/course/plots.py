@@ -29,8 +29,8 @@ from matplotlib.ticker import EngFormatter
 
 from llmstack.course.show import put
 
-# Dark to light and back, so that neighbours differ in grey as well as in hue (Okabe and Ito's colours).
-COLOURS = ("#0072b2", "#e69f00", "#111111", "#56b4e9", "#d55e00", "#009e73", "#cc79a7", "#888888")
+# Okabe and Ito's colours in an order in which neighbours differ in grey as well as in hue.
+COLOURS = ("#0072b2", "#e69f00", "#111111", "#d55e00", "#56b4e9", "#009e73", "#cc79a7", "#555555")
 DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (3, 3)), (0, (8, 2)), (0, (1, 1)))
 MARKERS = "os^Dv<>P"
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--", "oo")

@@ -1,0 +1,90 @@
+"""One style: the same bytes for the same data, readable in grey, with a text in the place of the picture."""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+from llmstack.course import plots
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    outputs = []
+    monkeypatch.setattr(plots, "put", lambda text, **forms: outputs.append((text, forms)))
+    return outputs
+
+
+DRAW = {
+    "line": lambda **k: plots.line(
+        {"a": [1, 2, 4], "b": [3, 2, 1]}, x=[1, 10, 100], xlabel="x (s)", ylabel="y (B)", logx=True, **k
+    ),
+    "bars": lambda **k: plots.bars({"a": 1, "b": 2e6}, ylabel="parameters", **k),
+    "groups": lambda **k: plots.bars({"s": {"a": 1, "b": 2}, "t": {"a": 2}}, ylabel="rows", stacked=True, **k),
+    "heatmap": lambda **k: plots.heatmap(np.eye(3), xlabel="key", ylabel="query", unit="weight", annotate=True, **k),
+    "stack": lambda **k: plots.stack([("model", "a network", "llmstack.architectures"), ("chip", "", "")], **k),
+}
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_a_helper_shows_one_picture_with_its_text(name, shown):
+    assert DRAW[name](alt="what it shows") is None
+    assert DRAW[name](alt="what it shows") is None
+    (text, forms), (_, again) = shown
+    assert text == forms["alt"] == "what it shows"
+    assert forms["png"] == again["png"], "the same data gives the same bytes"
+    picture = Image.open(io.BytesIO(forms["png"]))
+    assert picture.info["Description"] == "what it shows"
+    assert np.asarray(picture.convert("L")).std() > 1, "something is drawn"
+
+
+def test_a_picture_without_a_text_gets_one(shown):
+    plots.line({"loss": [1, 2]}, xlabel="step", ylabel="loss (nats)", title="Training")
+    assert shown[0][0] == "Training against step"
+
+
+def test_on_given_axes_nothing_is_shown(shown):
+    _, (left, right) = plots.axes("x", "y", panels=2)
+    plots.line({"a": [1, 2], "b": [2, 1]}, xlabel="step", ylabel="loss (nats)", ax=left)
+    plots.bars({"a": 1}, ylabel="bytes", ax=right)
+    assert not shown
+    assert (left.get_xlabel(), left.get_ylabel(), right.get_xlabel()) == ("step", "loss (nats)", "bytes")
+
+
+def test_series_differ_without_colour():
+    grey = [np.dot(to_rgb(c), (0.299, 0.587, 0.114)) for c in plots.COLOURS]
+    assert all(abs(a - b) > 0.12 for a, b in zip(grey, grey[1:])), grey
+    assert len(set(plots.DASHES)) == len(set(plots.HATCHES)) == len(set(plots.MARKERS)) == len(plots.COLOURS)
+
+
+def test_bars_stand_where_they_should():
+    _, ax = plots.axes("", "")
+    plots.bars({"s": {"a": 1, "b": 2}, "t": {"a": 2, "b": 5}}, ylabel="rows", stacked=True, ax=ax)
+    boxes = [(p.get_x(), p.get_width()) for p in ax.patches]
+    assert boxes == [(0, 1), (0, 2), (1, 2), (2, 5)]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["a", "b"] and ax.yaxis_inverted()
+
+
+@dataclass
+class Row:
+    name: str
+    size: int
+    share: float
+
+
+def test_a_table_is_aligned_escaped_and_rounded(shown):
+    plots.table([Row("a<b", 1234567, 0.123456), {"name": "c", "size": 2, "share": 12.0}])
+    text, forms = shown[0]
+    assert text == "name       size   share\na<b   1,234,567  0.1235\nc             2      12"
+    assert "a&lt;b" in forms["html"] and "1,234,567" in forms["html"]
+
+
+SI = {0: "0", 999: "999", 1234567: "1.23 M", 999_999: "1 M", 8.03e9: "8.03 G", 1.5e12: "1.5 T", -2e3: "-2 k"}
+
+
+@pytest.mark.parametrize(("value", "text"), SI.items())
+def test_si(value, text):
+    assert plots.si(value) == text
