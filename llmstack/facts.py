@@ -79,10 +79,10 @@ class Accelerator:
     name: str
     title: str
     peaks: dict[str, float] = field(hash=False)
-    bandwidth: float | None  # bytes a second from its main memory
-    memory_bytes: float | None
     source: str
-    date: str
+    date: str  # when the source was published
+    bandwidth: float | None = None  # bytes a second from its main memory
+    memory_bytes: float | None = None
     interconnect: float | None = None  # bytes a second to its peers, both directions together
     tdp_w: float | None = None
     on_chip: str = ""
