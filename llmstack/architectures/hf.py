@@ -40,13 +40,17 @@ def family(model_type: str) -> dict[str, Any]:
         known = ", ".join([*every, OWN])
         raise CheckpointError(f"no architecture {model_type!r}; model_type in config.json must be one of {known}")
     own = every[model_type]
-    base = family(own["like"]) if "like" in own else {"grouped": False, "conv1d": False, "gated": False, "ignore": []}
+    base = (
+        family(own["like"])
+        if "like" in own
+        else {"prefix": "", "grouped": False, "conv1d": False, "gated": False, "ignore": []}
+    )
     merge = lambda name, value: {**base.get(name, {}), **value} if isinstance(value, dict) else value
     return {**base, **{name: merge(name, value) for name, value in own.items()}}
 
 
 def config_from_hf(raw: dict[str, Any], name: str = "") -> ModelConfig:
-    """The dials that a config.json stands for. Raises CheckpointError where it is incomplete or says what no dial can."""
+    """The dials that a config.json stands for. Raises CheckpointError where it lacks a key or no dial can say it."""
     kind = raw.get("model_type")
     name = name or raw.get("_name_or_path") or str(kind)
     if kind == OWN:
@@ -190,6 +194,11 @@ def _read_sides(raw: dict) -> dict:
 
 def _write_sides(config: ModelConfig) -> dict:
     raw = dict(decoder_layers=config.n_layers, decoder_attention_heads=config.n_heads, decoder_ffn_dim=config.d_ff)
+    last = (
+        config.vocab_size - 1
+    )  # Marian pads and starts with its last token; a default beyond the vocabulary is refused
+    raw |= dict(pad_token_id=last, decoder_start_token_id=last) if config.model_type == "marian" else {}
+    raw |= dict(pad_token_id=min(50256, last)) if config.model_type == "whisper" else {}
     return raw | dict(scale_embedding=config.embedding_scale != 1.0, is_encoder_decoder=True)
 
 

@@ -33,6 +33,7 @@ class Pass:
     mask: Tensor | None = None  # [B or 1, 1, T, S]
     band: Tensor | None = None  # the mask of windowed layers
     causal: bool = False  # plain causal order, in place of a mask
+    back: Tensor | None = None  # [B or 1, T, S]: position of the query minus position of the key
     bias: Tensor | None = None  # [B or 1, H, T, S]: ALiBi, T5's buckets
     rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines, [B or 1, T, rotated dims / 2]
     cache: Cache | None = None
@@ -94,7 +95,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """act(x W + b) V + c, or with a gate (act(x G) ⊙ x U) D (Shazeer 2020, arXiv:2002.05202). x [..., D] -> [..., D]."""
+    """act(x U + b) D + c, or with a gate (act(x G) ⊙ x U) D (Shazeer 2020, arXiv:2002.05202). [..., D] -> [..., D]."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -142,31 +143,13 @@ class Block(nn.Module):
         return self.residual(x, self.norm2, self.ffn)
 
 
-def check_ids(ids: Tensor, config: ModelConfig, what: str = "ids", start: int = 0, table: int = 0) -> None:
-    """Refuse what no lookup could answer. `table` is the number of learned positions, `start` those already used."""
-    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{what} must be whole numbers of shape [B, T], got {ids.dtype} {list(ids.shape)}")
-    if ids.shape[1] == 0:
-        raise ValueError(f"{what} are empty, shape {list(ids.shape)}: a model needs one token at least, such as BOS")
-    if table and start + ids.shape[1] > table:
-        raise ValueError(
-            f"{what} end at position {start + ids.shape[1]}, but {config.name} has a position table of {table}; "
-            "shorten the sequence, or use a model with a longer context"
-        )
-    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():  # elsewhere it would wait
-        low, high = ids.min().item(), ids.max().item()
-        if low < 0 or high >= config.vocab_size:
-            raise ValueError(
-                f"{what} hold token {low if low < 0 else high}, but {config.name} has vocab_size = "
-                f"{config.vocab_size}: ids run from 0 to {config.vocab_size - 1}; is this the model's own tokenizer?"
-            )
-
-
 @torch.no_grad()
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Draw the weights. Decoders and encoders: N(0, 0.02²), with the matrices that write to the residual stream divided
     by sqrt(2 L) (GPT-2, section 2.3). Encoder-decoders: variance 1 / fan-in, with the query's scaled to what
     attention does not divide by (T5). DeepNorm: v, o and the FFN scaled by β (arXiv:2203.00555, fig. 2)."""
+    if next(model.parameters()).is_meta:
+        return
     rng = torch.Generator().manual_seed(seed)
     two_sided = config.kind == "encoder-decoder"
     spread = lambda fan_in: fan_in**-0.5 if two_sided else 0.02

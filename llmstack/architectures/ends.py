@@ -1,0 +1,117 @@
+"""The two ends of a stack: how ids become vectors and vectors become logits, and what a pass knows about positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from llmstack.architectures.cache import Cache, positions_of
+from llmstack.architectures.layers import Norm, Pass
+from llmstack.config import ModelConfig
+from llmstack.ops.positions import alibi_slopes, sinusoidal
+from llmstack.ops.rope import rope_frequencies, rope_tables
+
+
+class Embedding(nn.Module):
+    """Tokens, and where the config says so positions, token types, a norm, a projection. ids [B, T] -> [B, T, D]."""
+
+    def __init__(self, config: ModelConfig, positions: int = 0):
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.d_embedding)
+        rows = (positions or config.max_seq_len) + config.position_offset
+        self.positions = nn.Embedding(rows, config.d_model) if config.positions == "learned" else None
+        self.types = nn.Embedding(config.token_types, config.d_model) if config.token_types else None
+        self.tasks = nn.Embedding(config.task_types, config.d_model) if config.task_types else None
+        self.norm = Norm(config) if config.embedding_norm else None
+        narrow = config.d_embedding != config.d_model
+        self.project = nn.Linear(config.d_embedding, config.d_model, bias=False) if narrow else None
+
+    def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None, tasks: Tensor | None = None):
+        x = self.tokens(ids)  # [B, T, d_embedding]
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
+        if self.project is not None:
+            x = self.project(x)  # [B, T, D]
+        if self.positions is not None:
+            x = x + self.positions(positions + self.config.position_offset)
+        if self.config.positions == "sinusoidal":
+            table = sinusoidal(int(positions.max()) + 1, x.shape[-1], interleaved=False)
+            x = x + table.to(x)[positions]
+        for table, kinds in ((self.types, types), (self.tasks, tasks)):
+            if table is not None:
+                x = x + table(torch.zeros_like(ids) if kinds is None else kinds)
+        return x if self.norm is None else self.norm(x)
+
+
+class Head(nn.Module):
+    """Hidden states [..., D] to logits [..., V]; where tied, with the token table itself."""
+
+    def __init__(self, config: ModelConfig, embed: Embedding):
+        super().__init__()
+        self.scale = config.head_scale
+        narrow = config.d_embedding != config.d_model
+        self.project = nn.Linear(config.d_model, config.d_embedding, bias=False) if narrow else None
+        self.head = nn.Linear(config.d_embedding, config.vocab_size, bias=config.head_bias)
+        if config.tied:
+            self.head.weight = embed.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.project is None else self.project(x)
+        return self.head(x * self.scale if self.scale != 1.0 else x)
+
+
+def prepare(
+    config: ModelConfig, ids: Tensor, padding: Tensor | None = None, cache: Cache | None = None, causal: bool = True
+) -> tuple[Pass, Tensor]:
+    """What every layer of a pass over ids [B, T] needs to know, and the positions [B or 1, T] of the tokens.
+
+    `padding` [B, T] is True at real tokens; positions count those, so a sequence means the same padded left or right.
+    """
+    if padding is not None and padding.shape != ids.shape:
+        shapes = f"{list(ids.shape)}, True at real tokens; got {list(padding.shape)}"
+        raise ValueError(f"padding must be shaped as ids, {shapes}")
+    padded = padding is not None
+    padding = padding.bool() if padded else torch.ones_like(ids, dtype=torch.bool)
+    if cache is not None:
+        queries, keys, real = cache.advance(padding)
+    else:
+        queries = keys = positions_of(padding) if padded else torch.arange(ids.shape[1], device=ids.device)[None]
+        real = padding if padded else padding[:1]
+    back = queries[:, :, None] - keys[:, None, :]  # [B or 1, T, S]: how far behind its query a key stands
+    now = Pass(cache=cache, back=back)
+    allowed = real[:, None, :] & (back >= 0) if causal else real[:, None, :]  # [B or 1, T or 1, S]
+    if padded or cache is not None:
+        now.mask = allowed[:, None]  # [B or 1, 1, T or 1, S]
+    else:
+        now.causal = causal
+    if config.sliding_window:
+        now.band = (allowed & (back < config.sliding_window))[:, None]
+    if config.positions == "alibi":
+        now.bias = (
+            -alibi_slopes(config.n_heads).to(ids.device)[:, None, None] * back.abs()[:, None]
+        )  # [B or 1, H, T, S]
+    if config.positions == "rope":
+        turns = rope_frequencies(config.rope_dims or config.d_head, config.rope_theta, config.rope_scaling)
+        now.rotation = rope_tables(queries, turns.to(ids.device))
+    return now, queries
+
+
+def check_ids(ids: Tensor, config: ModelConfig, what: str = "ids", start: int = 0, table: int = 0) -> None:
+    """Refuse what no lookup could answer. `table` is the number of learned positions, `start` those already used."""
+    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{what} must be whole numbers of shape [B, T], got {ids.dtype} {list(ids.shape)}")
+    if ids.shape[1] == 0:
+        raise ValueError(f"{what} are empty, shape {list(ids.shape)}: a model needs one token at least, such as BOS")
+    if table and start + ids.shape[1] > table:
+        raise ValueError(
+            f"{what} end at position {start + ids.shape[1]}, but {config.name} has a position table of {table}; "
+            "shorten the sequence, or use a model with a longer context"
+        )
+    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():  # elsewhere it would wait
+        low, high = ids.min().item(), ids.max().item()
+        if low < 0 or high >= config.vocab_size:
+            raise ValueError(
+                f"{what} hold token {low if low < 0 else high}, but {config.name} has vocab_size = "
+                f"{config.vocab_size}: ids run from 0 to {config.vocab_size - 1}; is this the model's own tokenizer?"
+            )
