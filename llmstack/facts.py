@@ -22,7 +22,7 @@ REFERENCE_HINT = (
     "the reference tables are not here; set LLMSTACK_REFERENCE to a folder that holds reference/ and traces/, "
     "or run `llmstack fetch FOLDER`"
 )
-STATUSES = ("todo", "done", "undisclosed")
+STATUSES = ("todo", "done")
 VERDICTS = ("todo", "reproduced", "derived", "simulated", "corrected", "note", "not reproducible here")
 
 
@@ -113,8 +113,8 @@ class System:
     section: str
     category: str
     what: str
-    check: str
     status: str
+    check: str = ""
     module: str = ""  # dotted path
     notebook: str = ""  # path from the checkout's root
     heading: str = ""  # a heading in that notebook

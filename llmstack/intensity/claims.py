@@ -1,0 +1,98 @@
+"""What the surveys claim about sizes and operations, recomputed. data/claims.toml names these functions.
+
+A multiply and an add are two operations; a token's forward pass through N weights is 2 N, and training on it 6 N.
+"""
+
+from llmstack.config import ModelConfig, preset
+from llmstack.facts import Computed
+from llmstack.intensity.params import attention_params, ffn_params, params
+
+
+def _size(name: str) -> Computed:
+    total = params(preset(name)).total
+    return Computed(total, "parameters", f"{name}: {total:,} parameters")
+
+
+def transformer_2017() -> Computed:
+    """AC-02: the big Transformer, with a shared vocabulary of 37,000."""
+    base, big = (params(preset(f"transformer-{size}-en-de")).total for size in ("base", "big"))
+    return Computed(big, "parameters", f"big {big:,}, base {base:,}")
+
+
+def gpt2_xl() -> Computed:
+    """AC-03."""
+    return _size("gpt2-xl")
+
+
+def gpt3() -> Computed:
+    """AC-04."""
+    return _size("gpt3-175b")
+
+
+def gpt3_training() -> Computed:
+    """AC-05: C = 6 N D with D = 300e9 tokens, against the 3.14e23 operations of arXiv:2005.14165, Table D.1."""
+    operations = 6 * params(preset("gpt3-175b")).total * 300e9
+    return Computed(operations, "operations", f"6 N D = {operations:.3g} operations")
+
+
+def llama_405b() -> Computed:
+    """AC-06."""
+    return _size("llama3.1-405b")
+
+
+def encoder_decoder_operations() -> Computed:
+    """AC-10: forward operations of T5-11B over those of a decoder with as many parameters in its layers.
+
+    A source token passes the encoder and becomes keys and values of the cross-attention, a target token passes the
+    rest of the decoder, so neither passes all the weights.
+    """
+    c = preset("t5-11b")
+    attention, ffn = attention_params(c), ffn_params(c, c.d_ff)
+    keys_and_values = 2 * c.d_model * c.n_kv_heads * c.d_head
+    source = attention + ffn + keys_and_values
+    target = 2 * attention + ffn - keys_and_values
+    shares = [side / (source + target) for side in (source, target)]
+    text = "{:.2f} for a source token, {:.2f} for a target token of T5-11B".format(*shares)
+    return Computed(shares, "of a decoder's operations", text)
+
+
+def attention_overtakes() -> Computed:
+    """AC-12: the length where QKᵀ and PV cost as much as a layer's matrices: 24 s h² = 4 s² h, so s = 6 h."""
+    lengths = {}
+    for name in ("gpt2", "gpt3-175b"):
+        c = preset(name).with_(qkv_bias=False, out_bias=False, ffn_bias=False)
+        matrices = 2 * (attention_params(c) + ffn_params(c, c.d_ff))  # operations a token
+        lengths[c.d_model] = matrices / (4 * c.n_heads * c.d_head)
+    return Computed(list(lengths.values()), "tokens", "; ".join(f"h = {h:,}: s = {s:,.0f}" for h, s in lengths.items()))
+
+
+def gated_ffn_operations() -> Computed:
+    """AC-14: operations of SwiGLU at F = 8h/3 over those of a plain FFN at F = 4h."""
+    gated = ModelConfig("gated", d_model=768, n_layers=1, n_heads=12, vocab_size=1, d_ff=2048)
+    plain = gated.with_(activation="gelu", d_ff=3072)
+    ratio = ffn_params(gated, gated.d_ff) / ffn_params(plain, plain.d_ff)
+    return Computed(ratio, "of the operations", f"three matrices of 8h/3 cost {ratio:.3f} of two of 4h, no less")
+
+
+def ffn_share() -> Computed:
+    """AC-25: the FFN's share of a classic block's parameters, and of all parameters of Llama-7B."""
+    block, llama = params(preset("gpt3-175b")).by_part, params(preset("llama-7b"))
+    shares = [block["ffn"] / (block["ffn"] + block["attention"]), llama.by_part["ffn"] / llama.total]
+    return Computed(shares, "of parameters", f"{shares[0]:.1%} of GPT-3's blocks, {shares[1]:.1%} of all of Llama-7B")
+
+
+def llama_70b_bytes() -> Computed:
+    """BC-23: weights of Llama-2-70B in 16 bits; LLaMA-1 has no 70B, its largest is 65B."""
+    bytes_ = 2 * params(preset("llama2-70b")).total
+    return Computed(bytes_, "bytes", f"Llama-2-70B: {bytes_ / 1e9:.1f} GB in 16 bits")
+
+
+def switch_c() -> Computed:
+    """BC-40."""
+    return _size("switch-c-2048")
+
+
+def bert_to_gpt3() -> Computed:
+    """BC-53: how many BERT-Base fit in GPT-3."""
+    ratio = params(preset("gpt3-175b")).total / params(preset("bert-base-uncased")).total
+    return Computed(ratio, "times", f"GPT-3 has {ratio:,.0f} times BERT-Base's parameters")
