@@ -156,7 +156,7 @@ def _places(folder: Path, config: ModelConfig, wanted, own: bool) -> dict[str, t
             strange.append(name)
     if strange:
         raise CheckpointError(
-            f"{folder} holds {_some(sorted(strange))}; {config.model_type} with this config.json has no place for that; "
+            f"{folder} holds {_some(sorted(strange))}; {config.model_type} with this config has no place for that; "
             "is model_type right, and every bias and norm that the file has?"
         )
     return places

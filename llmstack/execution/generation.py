@@ -42,7 +42,7 @@ def generate(
         raise ValueError(f"max_new_tokens = {max_new_tokens} and temperature = {temperature} must not be negative")
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError(
-            f"ids are an empty prompt, shape {list(ids.shape)}; give [B, T] with one token at least, say BOS"
+            f"ids are an empty prompt, shape {list(ids.shape)}; give one token at least, say BOS"
         )
     if padding is not None and not padding[:, -1].all():
         raise ValueError("prompts must be padded on the left: the last token of every row has to be a real one")
