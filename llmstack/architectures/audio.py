@@ -33,7 +33,7 @@ def read_wav(path: str | Path) -> np.ndarray:
         raise ValueError(f"{Path(path).name} is not a plain WAV file ({error or 'it ends in its head'})") from None
     if (rate, channels) != (SAMPLE_RATE, 1) or width not in (1, 2):
         raise ValueError(
-            f"{Path(path).name} has {channels} channel(s) of {8 * width} bits at {rate} Hz; Whisper hears one channel of "
+            f"{Path(path).name} has {channels} channel(s) of {8 * width} bits at {rate} Hz; Whisper hears one of "
             f"8 or 16 bits at {SAMPLE_RATE} Hz. Convert it: sox {Path(path).name} -r 16000 -c 1 -b 16 out.wav"
         )
     if width == 1:

@@ -206,18 +206,13 @@ class GGUF:
         return dequantise(self.raw(name), t.type_id).reshape(t.shape)
 
 
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_pairs = lambda text: dict(zip(text.split()[::2], text.split()[1::2]))
+_LAYER = _pairs(
+    "attn_norm input_layernorm attn_q self_attn.q_proj attn_k self_attn.k_proj attn_v self_attn.v_proj "
+    "attn_output self_attn.o_proj ffn_norm post_attention_layernorm "
+    "ffn_gate mlp.gate_proj ffn_up mlp.up_proj ffn_down mlp.down_proj"
+)
+_ENDS = _pairs("token_embd model.embed_tokens output_norm model.norm output lm_head")
 
 
 def to_hf(file: GGUF) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Our reading of GGUF against the `gguf` package's writer, reader and dequantisation, bit for bit; and damaged files."""
+"""Our reading of GGUF against the `gguf` package's writer, reader and dequantisation, bit for bit; damaged files."""
 
 import struct
 
@@ -73,7 +73,7 @@ def test_a_file_reads_as_the_package_reads_it(small):
 
 
 def test_queries_and_keys_are_put_back_into_halves(small):
-    """llama.cpp's converter interleaves a head's rows: row 2 i is i of the first half, row 2 i + 1 is i of the second."""
+    """llama.cpp's converter interleaves a head's rows: row 2 i is i of the first half, 2 i + 1 is i of the second."""
     file = GGUF(small)
     config, tensors = to_hf(file)
     assert (config["rms_norm_eps"], config["rope_theta"], config["tie_word_embeddings"]) == (1e-5, 5000.0, True)
