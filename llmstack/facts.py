@@ -22,6 +22,8 @@ REFERENCE_HINT = (
     "the reference tables are not here; set LLMSTACK_REFERENCE to a folder that holds reference/ and traces/, "
     "or run `llmstack fetch FOLDER`"
 )
+CATEGORIES = ("architectures", "execution modes", "operational intensity", "hardware", "parallelism", "memory")
+CATEGORIES += ("inference",)  # the chapters, in order
 STATUSES = ("todo", "done")
 VERDICTS = ("todo", "reproduced", "derived", "simulated", "corrected", "note", "not reproducible here")
 
@@ -30,14 +32,11 @@ VERDICTS = ("todo", "reproduced", "derived", "simulated", "corrected", "note", "
 def data_path() -> Path:
     """The folder of facts: data/ of a checkout, llmstack/_data of an installed wheel. Raises FileNotFoundError."""
     package = Path(__file__).resolve().parent
-    places = (package.parent / "data", package / "_data")
-    for place in places:
+    for place in (package.parent / "data", package / "_data"):
         if (place / "models.toml").is_file():
             return place
-    raise FileNotFoundError(
-        f"no data/models.toml in {places[0]} or {places[1]}: llmstack was installed without its data; "
-        "install the wheel again, or work from a checkout with `pip install -e .`"
-    )
+    hint = "install the wheel again, or work from a checkout with `pip install -e .`"
+    raise FileNotFoundError(f"no data/models.toml beside or in {package}: llmstack was installed without it; {hint}")
 
 
 @cache
@@ -166,12 +165,11 @@ class ClaimResult:
 
 
 def _records(kind: type, name: str) -> dict[str, Any]:
-    known, records = {f.name for f in fields(kind)}, {}
+    known, id_field = {f.name for f in fields(kind)}, next(f.name for f in fields(kind))
     for key, row in table(name).items():
         if unknown := sorted(set(row) - known):
-            raise ValueError(f"data/{name}.toml: [{key}] has no field {', '.join(unknown)}; fields: {sorted(known)}")
-        records[key] = kind(**{("name" if kind is Accelerator else "id"): key, **row})
-    return records
+            raise ValueError(f"data/{name}.toml: [{key}] has no field {', '.join(unknown)}; there are {sorted(known)}")
+    return {key: kind(**{id_field: key, **row}) for key, row in table(name).items()}
 
 
 @cache
@@ -205,7 +203,7 @@ def near(name: str, names: Any) -> str:
     """A hint for an error message: the closest of the names."""
     from difflib import get_close_matches
 
-    found = get_close_matches(str(name), list(names), n=3, cutoff=0.4)
+    found = get_close_matches(str(name), names, n=3, cutoff=0.4)
     return f"did you mean {', '.join(found)}?" if found else f"there are {', '.join(list(names)[:8])} …"
 
 
