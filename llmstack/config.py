@@ -124,7 +124,7 @@ class ModelConfig:
         fill("d_ff", 4 * self.d_model)
         fill("d_embedding", self.d_model)
         fill("d_expert", self.d_ff if self.n_experts else 0)
-        fill("attention_scale", self.d_head**-0.5)
+        fill("attention_scale", max(self.d_head, 1) ** -0.5)
         self._check()
 
     def _refuse(self, field: str, rule: str):

@@ -1,0 +1,114 @@
+"""The facts parse, name their sources, and give the ridge points that others print."""
+
+import csv
+
+import pytest
+
+from llmstack import facts
+
+# operations a byte at the 16-bit dense peak: NVIDIA's and Google's data sheets, and jax-ml/scaling-book
+RIDGES = {
+    "P100 SXM2": 29.0,
+    "V100 SXM2": 138.9,
+    "A100 SXM 40GB": 200.6,
+    "A100 SXM 80GB": 153.0,
+    "A100 PCIe 80GB": 161.2,
+    "H100 SXM5": 295.3,
+    "H100 PCIe": 370.8,
+    "H200 SXM": 206.1,
+    "MI300X": 246.7,
+    "TPU v3 (chip)": 136.7,
+    "TPU v4": 223.9,
+    "TPU v5e": 240.5,
+    "TPU v5p": 166.0,
+    "TPU v6e": 559.8,
+    "Cambricon MLU370-X8": 156.2,
+    "Intel Gaudi2": 176.3,
+}
+
+
+@pytest.mark.parametrize("name", RIDGES)
+def test_ridge_points(name):
+    assert facts.accelerator(name).ridge() == pytest.approx(RIDGES[name], abs=0.06)
+
+
+def test_ridge_in_another_dtype():
+    """TPU v1's paper counts 1,350 multiply-adds a byte; twice that in operations."""
+    tpu = facts.accelerator("tpu-v1")
+    assert tpu.ridge("int8") / 2 == pytest.approx(1350, rel=0.003)
+    assert tpu.peak() == tpu.peak("int8") == pytest.approx(2 * 256 * 256 * 700e6, rel=0.003)
+    h100 = facts.accelerator("H100 SXM5")
+    assert h100.ridge("fp8") == pytest.approx(2 * h100.ridge("bf16"), rel=1e-3)
+
+
+def test_accelerators_are_dense_and_have_sources():
+    assert len(facts.accelerators()) == 38
+    for name, device in facts.accelerators().items():
+        assert device.source and device.date and device.confidence in ("high", "medium", "low"), name
+        assert all(peak > 1e12 for peak in device.peaks.values()), name
+        assert device.peaks.get("bf16", 0) <= device.peaks.get("fp8", float("inf")), name
+    assert facts.accelerator("H100 SXM5").peak("bf16") == 989.4e12  # the headline of 1,979e12 is for 2:4 sparsity
+    assert facts.accelerator("h100 sxm5") is facts.accelerator("h100-sxm5")
+
+
+def test_reference_hardware():
+    """Every device of the reference table, with its peaks, memory, bandwidth and ridge."""
+    path = facts.reference("hardware.csv")
+    if path is None:
+        pytest.skip(facts.REFERENCE_HINT)
+    dtypes = {"bf16_tflops_dense": "bf16", "fp16_tflops_dense": "fp16", "fp8_tflops_dense": "fp8"}
+    dtypes |= {"int8_tops_dense": "int8", "fp4_tflops_dense": "fp4", "fp32_tflops": "fp32"}
+    rows = list(csv.DictReader(path.open(encoding="utf-8", newline="")))
+    assert len(rows) == len(facts.accelerators())
+    for row in rows:
+        device = facts.accelerator(row["device"])
+        for column, dtype in dtypes.items():
+            assert not row[column] or device.peaks[dtype] == pytest.approx(float(row[column]) * 1e12), row["device"]
+        for column, ours in (("mem_GB", device.memory_bytes), ("mem_GBps", device.bandwidth)):
+            assert not row[column] or ours == pytest.approx(float(row[column]) * 1e9), row["device"]
+        if row["ridge_flop_per_byte"]:
+            assert device.ridge() == pytest.approx(float(row["ridge_flop_per_byte"]), abs=0.06), row["device"]
+
+
+def test_unknown_names_say_what_there_is():
+    with pytest.raises(KeyError, match="did you mean h100-sxm5"):
+        facts.accelerator("h100-sxm")
+    with pytest.raises(FileNotFoundError, match="no table 'modells'.*models"):
+        facts.table("modells")
+    with pytest.raises(KeyError, match="no claim 'AC-99'"):
+        facts.compute_claim("AC-99")
+    with pytest.raises(KeyError, match="no stated peak in 'bf16'; it has fp16, fp32"):
+        facts.accelerator("V100 SXM2").peak("bf16")
+    with pytest.raises(ValueError, match="no stated memory bandwidth"):
+        facts.accelerator("rapid").ridge()
+
+
+def test_broken_data_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "accelerators.toml").write_text('[x]\ntitle = "X"\npeeks = 1\n', encoding="utf-8")
+    (tmp_path / "claims.toml").write_text("[x\n", encoding="utf-8")
+    monkeypatch.setattr(facts, "data_path", lambda: tmp_path)
+    monkeypatch.setattr(facts, "table", facts.table.__wrapped__)
+    with pytest.raises(ValueError, match=r"\[x\] has no field peeks"):
+        facts.accelerators.__wrapped__()
+    with pytest.raises(ValueError, match="claims.toml"):
+        facts.claims.__wrapped__()
+
+
+def test_reference_is_found_in_the_folder_and_in_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("LLMSTACK_REFERENCE", raising=False)
+    assert facts.reference("models.csv") is None
+    cached = tmp_path / "cache" / "llmstack" / "reference" / "models.csv"
+    cached.parent.mkdir(parents=True)
+    cached.touch()
+    assert facts.reference("models.csv") == cached
+    (tmp_path / "given" / "traces").mkdir(parents=True)
+    given = tmp_path / "given" / "traces" / "models.csv"
+    given.touch()
+    monkeypatch.setenv("LLMSTACK_REFERENCE", str(tmp_path / "given"))
+    assert facts.reference("models.csv") == given
+
+
+def test_a_computed_claim_is_compared():
+    assert facts._agrees(101.0, 100.0, 0.01) and not facts._agrees(101.1, 100.0, 0.01)
+    assert facts._agrees([1, 2], [1, 2], 0.0) and not facts._agrees([1, 2], [1], 1.0)

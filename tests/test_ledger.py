@@ -1,0 +1,158 @@
+"""The ledgers are whole, and whatever they call done exists, runs in a chapter, and passes its test.
+
+With LLMSTACK_JUNIT set to a JUnit file of the last run, the tests that rows name must have passed there; files beside
+it (the slow lane's) count as well.
+"""
+
+import ast
+import json
+import os
+from collections import Counter
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from llmstack import facts
+
+ROOT = Path(__file__).parents[1]
+COUNTS = {  # category: survey A, survey B
+    "architectures": (55, 30),
+    "execution modes": (29, 17),
+    "operational intensity": (9, 7),
+    "hardware": (17, 30),
+    "parallelism": (10, 9),
+    "memory": (2, 26),
+    "inference": (5, 40),
+}
+DONE = [row for row in facts.systems().values() if row.status == "done"]
+
+
+def test_every_system_is_listed():
+    rows = facts.systems()
+    assert list(rows) == [f"A{i:03}" for i in range(1, 128)] + [f"B{i:03}" for i in range(1, 160)]
+    for category, (a, b) in COUNTS.items():
+        assert Counter(r.survey for r in rows.values() if r.category == category) == Counter(A=a, B=b), category
+    assert tuple(COUNTS) == facts.CATEGORIES
+    for id, row in rows.items():
+        assert row.name and row.what and row.section and row.survey == id[0], id
+        assert row.status in facts.STATUSES, id
+        assert not row.same_as or row.same_as in rows and not rows[row.same_as].same_as, id
+
+
+def test_every_claim_is_listed():
+    rows = facts.claims()
+    assert list(rows) == [f"AC-{i:02}" for i in range(1, 33)] + [f"BC-{i:02}" for i in range(1, 55)]
+    kinds = Counter(_kind(row.finding) for row in rows.values())
+    assert kinds == {"right": 56, "doubtful": 17, "unverifiable": 5, "wrong": 4, "slip": 4}
+    for id, row in rows.items():
+        assert row.says and row.section and row.survey == id[0], id
+        assert row.verdict in facts.VERDICTS and row.status in facts.STATUSES, id
+        assert (row.verdict == "todo") == (row.status == "todo"), id
+        assert row.value is None or row.function and row.unit, id
+
+
+def _kind(finding: str) -> str:
+    words = dict.fromkeys(("imprecise", "overstated", "doubtful", "inconsistent"), "doubtful")
+    words |= dict.fromkeys(("qualitative", "unverifiable", "unconfirmed", "plausible"), "unverifiable")
+    words |= dict.fromkeys(("translation", "source", "typo"), "slip")
+    if "wrong" in finding:
+        return "wrong"
+    return next((kind for word, kind in words.items() if finding.startswith(word)), "right")
+
+
+@pytest.mark.parametrize("row", DONE, ids=lambda row: row.id)
+def test_what_is_done_exists(row):
+    row = _with_entries_of_the_same(row)
+    assert row.module and find_spec(row.module), f"{row.id}: module {row.module!r} does not exist"
+    assert row.heading in headings(row.notebook), f"{row.id}: {row.notebook!r} has no heading {row.heading!r}"
+    assert _test_exists(row.test), f"{row.id}: no test {row.test!r}; write it as tests/file.py::test_name"
+
+
+@pytest.mark.parametrize("row", DONE, ids=lambda row: row.id)
+def test_what_is_done_passed(row):
+    if not os.environ.get("LLMSTACK_JUNIT"):
+        pytest.skip("no LLMSTACK_JUNIT: the path of the last run's JUnit file")
+    file, _, name = _with_entries_of_the_same(row).test.partition("::")
+    outcomes = junit(os.environ["LLMSTACK_JUNIT"]).get((file.removesuffix(".py").replace("/", "."), name))
+    if outcomes is None and "slow" in marks(file, name):
+        pytest.skip(f"{file}::{name} is of the slow lane, which has not run")
+    assert outcomes and "failed" not in outcomes, f"{row.id}: {file}::{name} did not pass in the last run"
+    assert "passed" in outcomes, f"{row.id}: {file}::{name} was only skipped"
+
+
+@pytest.mark.parametrize("id", [id for id, claim in facts.claims().items() if claim.function])
+def test_claims_agree(id):
+    result, claim = facts.compute_claim(id), facts.claims()[id]
+    assert result.ours
+    if claim.value is not None:
+        assert result.agrees, f"{id}: {claim.function} gives {result.ours}, not {claim.value} {claim.unit}"
+
+
+def _with_entries_of_the_same(row: facts.System) -> facts.System:
+    return facts.systems()[row.same_as] if row.same_as and not row.module else row
+
+
+@cache
+def headings(notebook: str) -> list[str]:
+    """The headings in a notebook's markdown cells, without their #."""
+    path = ROOT / notebook
+    if not path.is_file():
+        return []
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    lines = [line for c in cells if c["cell_type"] == "markdown" for line in "".join(c["source"]).splitlines()]
+    return [line.lstrip("#").strip() for line in lines if line.startswith("#")]
+
+
+@cache
+def _functions(file: str) -> dict[str, list[str]]:
+    """The test functions of a file (Class::name inside classes), each with the marks above it."""
+    found = {}
+    if not (ROOT / file).is_file():
+        return found
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    for node in tree.body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
+        for f in inside:
+            if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) and f.name.startswith("test"):
+                found[prefix + f.name] = [ast.unparse(d) for d in f.decorator_list]
+    return found
+
+
+def marks(file: str, name: str) -> str:
+    return " ".join(_functions(file).get(name, []))
+
+
+def _test_exists(test: str) -> bool:
+    file, _, name = test.partition("::")
+    return name in _functions(file)
+
+
+@cache
+def junit(path: str) -> dict[tuple[str, str], set[str]]:
+    """(module, test without its parameters) -> outcomes, from a JUnit file and those beside it."""
+    outcomes = {}
+    for file in {Path(path), *Path(path).parent.glob("*.xml")}:
+        for case in ElementTree.parse(file).iter("testcase"):
+            tags = {child.tag for child in case}
+            outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+            module, name = case.get("classname", ""), case.get("name", "").partition("[")[0]
+            outcomes.setdefault((module, name), set()).add(outcome)
+    return outcomes
+
+
+def test_headings_tests_and_junit_are_read(tmp_path, monkeypatch):
+    """The readers above, on files made for them."""
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    cells = [{"cell_type": "markdown", "source": ["## Does a norm\n", "text"]}, {"cell_type": "code", "source": "# no"}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    assert headings("a.ipynb") == ["Does a norm"] and headings("b.ipynb") == []
+    (tmp_path / "test_a.py").write_text("@pytest.mark.slow\ndef test_x(): ...\ndef helper(): ...\n", encoding="utf-8")
+    assert _test_exists("test_a.py::test_x") and marks("test_a.py", "test_x") == "pytest.mark.slow"
+    assert not _test_exists("test_a.py::helper") and not _test_exists("test_b.py::test_x")
+    cases = '<testcase classname="tests.test_a" name="test_x[1]"/><testcase classname="tests.test_a" name="test_x[2]">'
+    (tmp_path / "j.xml").write_text(f"<suite>{cases}<failure/></testcase></suite>", encoding="utf-8")
+    assert junit(str(tmp_path / "j.xml")) == {("tests.test_a", "test_x"): {"passed", "failed"}}
