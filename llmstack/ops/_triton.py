@@ -46,7 +46,7 @@ except ImportError:
     HAVE_TRITON = False
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TILE = 1 << 18 if INTERPRETED else 4096  # the interpreter's time goes by operation, so it gets few, large programs
+TILE = 1 << 15 if INTERPRETED else 4096  # the interpreter's time goes by operation, so it gets few, large programs
 
 
 @dataclass(frozen=True)

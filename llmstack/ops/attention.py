@@ -59,7 +59,7 @@ def attention_np(
     if mask is not None:
         scores = np.where(mask, scores, -np.inf)
     weights = softmax(scores).reshape(B, K, H // K, T, S)
-    return (weights @ v[:, :, None]).reshape(B, H, T, -1)  # [B, H, T, Dh]
+    return (weights @ v[:, :, None]).reshape(B, H, T, v.shape[-1])  # [B, H, T, Dh]
 
 
 def attention_np_backward(
@@ -121,7 +121,7 @@ def attention_formula(
     B, H, T, _ = q.shape
     K, S = k.shape[1:3]
     weights = attention_weights(q, k, mask, bias, scale, softmax).reshape(B, K, H // K, T, S)
-    return (weights @ v[:, :, None]).reshape(B, H, T, -1)  # [B, H, T, Dh]
+    return (weights @ v[:, :, None]).reshape(B, H, T, v.shape[-1])  # [B, H, T, Dh]
 
 
 def attention_torch(

@@ -11,7 +11,7 @@ the logarithm to base e, exp(mean) is the perplexity.
 For R rows of V values of b bytes, a comparison, an exponential and a division as one operation each:
 
                              operations    bytes read    bytes written
-    forward                  4RV           bRV           8R
+    forward                  4RV           bRV           12R
     backward                 8RV           2bRV          bRV
     softmax kept, unfused    9RV           4bRV          2bRV            forward and backward together
 
@@ -33,9 +33,9 @@ def cross_entropy_np(
 ) -> np.ndarray:
     kept = _kept(logits, targets, ignore_index, reduction)  # [...]
     m = np.max(logits, axis=-1, keepdims=True)  # [..., 1]
-    lse = np.log(np.sum(np.exp(logits - m), axis=-1)) + m[..., 0]  # [...]
-    picked = np.take_along_axis(logits, np.where(kept, targets, 0)[..., None], -1)[..., 0]
-    loss = np.where(kept, lse - picked, 0)  # [...]
+    log_sum = np.log(np.sum(np.exp(logits - m), axis=-1))  # [...]
+    picked = np.take_along_axis(logits, np.where(kept, targets, 0)[..., None], -1) - m  # [..., 1]
+    loss = np.where(kept, log_sum - picked[..., 0], 0)  # [...]
     return loss if reduction == "none" else loss.sum() / _count(kept, reduction)
 
 
@@ -54,14 +54,14 @@ def cross_entropy_torch(
 ) -> torch.Tensor:
     kept = _kept(logits, targets, ignore_index, reduction)  # [...]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [..., V]
-    picked = wide.gather(-1, torch.where(kept, targets, 0)[..., None])[..., 0]  # [...]
-    loss = torch.where(kept, wide.logsumexp(-1) - picked, 0)  # [...]
+    picked = torch.log_softmax(wide, -1).gather(-1, torch.where(kept, targets, 0)[..., None])[..., 0]  # [...]
+    loss = torch.where(kept, -picked, 0)  # [...]
     return loss if reduction == "none" else loss.sum() / _count(kept, reduction)
 
 
 @triton.jit
-def _cross_entropy_kernel(z_ptr, target_ptr, loss_ptr, lse_ptr, V, ignore, BLOCK: tl.constexpr):
-    """A program takes a row: z crosses memory once, loss and logsumexp are two values a row."""
+def _cross_entropy_kernel(z_ptr, target_ptr, loss_ptr, m_ptr, log_sum_ptr, V, ignore, BLOCK: tl.constexpr):
+    """A program takes a row: z crosses memory once; loss, maximum and log Σ exp(z − m) are three values a row."""
     row = tl.program_id(0).to(tl.int64)
     m = -float("inf")
     total = 0.0
@@ -72,22 +72,25 @@ def _cross_entropy_kernel(z_ptr, target_ptr, loss_ptr, lse_ptr, V, ignore, BLOCK
         shift = tl.where(new == -float("inf"), 0.0, new)
         total = total * tl.exp(m - shift) + tl.sum(tl.exp(z - shift), axis=0)
         m = new
-    lse = m + tl.log(total)
+    log_sum = tl.log(total)
     target = tl.load(target_ptr + row)
     picked = tl.load(z_ptr + row * V + target, mask=target != ignore, other=0.0).to(tl.float32)
-    tl.store(loss_ptr + row, tl.where(target != ignore, lse - picked, 0.0))
-    tl.store(lse_ptr + row, lse)
+    tl.store(loss_ptr + row, tl.where(target != ignore, log_sum - (picked - m), 0.0))
+    tl.store(m_ptr + row, m)
+    tl.store(log_sum_ptr + row, log_sum)
 
 
 @triton.jit
-def _cross_entropy_backward_kernel(z_ptr, target_ptr, lse_ptr, dloss_ptr, dz_ptr, V, ignore, BLOCK: tl.constexpr):
+def _cross_entropy_backward_kernel(
+    z_ptr, target_ptr, m_ptr, log_sum_ptr, dloss_ptr, dz_ptr, V, ignore, BLOCK: tl.constexpr
+):
     """A program takes BLOCK values of a row: z is read once, dz written once."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     target = tl.load(target_ptr + row)
     weight = tl.where(target != ignore, tl.load(dloss_ptr + row), 0.0)
     z = tl.load(z_ptr + row * V + col, mask=col < V, other=-float("inf")).to(tl.float32)
-    y = tl.exp(z - tl.load(lse_ptr + row))
+    y = tl.exp(z - tl.load(m_ptr + row) - tl.load(log_sum_ptr + row))
     tl.store(dz_ptr + row * V + col, (y - tl.where(col == target, 1.0, 0.0)) * weight, mask=col < V)
 
 
@@ -108,21 +111,21 @@ def cross_entropy_triton_backward(
     dz = torch.empty_like(rows)
     R, V = rows.shape
     if R:
-        lse = _rows(logits, targets, ignore_index)[1]
+        _, m, log_sum = _rows(logits, targets, ignore_index)
         grid = (R, triton.cdiv(V, BLOCK))
         flat = targets.reshape(-1).contiguous()
-        _cross_entropy_backward_kernel[grid](rows, flat, lse, weight, dz, V, ignore_index, BLOCK)
+        _cross_entropy_backward_kernel[grid](rows, flat, m, log_sum, weight, dz, V, ignore_index, BLOCK)
     return dz.view(logits.shape)
 
 
-def _rows(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and logsumexp of each row, [R] each."""
+def _rows(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, ...]:
+    """Loss, maximum and log Σ exp(z − m) of each row, [R] each; m + that log rounds worse."""
     rows = rows_of(logits)  # [R, V]
-    loss, lse = torch.empty(2, len(rows), dtype=torch.float32, device=logits.device)
+    loss, m, log_sum = torch.empty(3, len(rows), dtype=torch.float32, device=logits.device)
     if len(rows):
         flat = targets.reshape(-1).contiguous()
-        _cross_entropy_kernel[(len(rows),)](rows, flat, loss, lse, rows.shape[1], ignore_index, BLOCK)
-    return loss, lse
+        _cross_entropy_kernel[(len(rows),)](rows, flat, loss, m, log_sum, rows.shape[1], ignore_index, BLOCK)
+    return loss, m, log_sum
 
 
 def _kept(logits, targets, ignore_index: int, reduction: str):
@@ -145,8 +148,8 @@ BLOCK = 1 << 16 if INTERPRETED else 4096
 IMPLS = available({"numpy": cross_entropy_np, "torch": cross_entropy_torch, "triton": cross_entropy_triton})
 BACKWARDS = available({"numpy": cross_entropy_np_backward, "triton": cross_entropy_triton_backward})
 AOT = [
-    Build(_cross_entropy_kernel, "*bf16 *i64 *fp32 *fp32 i32 i32", {"BLOCK": 4096}),
-    Build(_cross_entropy_kernel, "*fp32 *i64 *fp32 *fp32 i32 i32", {"BLOCK": 4096}),
-    Build(_cross_entropy_backward_kernel, "*bf16 *i64 *fp32 *fp32 *bf16 i32 i32", {"BLOCK": 4096}),
-    Build(_cross_entropy_backward_kernel, "*fp32 *i64 *fp32 *fp32 *fp32 i32 i32", {"BLOCK": 4096}),
+    Build(_cross_entropy_kernel, "*bf16 *i64 *fp32 *fp32 *fp32 i32 i32", {"BLOCK": 4096}),
+    Build(_cross_entropy_kernel, "*fp32 *i64 *fp32 *fp32 *fp32 i32 i32", {"BLOCK": 4096}),
+    Build(_cross_entropy_backward_kernel, "*bf16 *i64 *fp32 *fp32 *fp32 *bf16 i32 i32", {"BLOCK": 4096}),
+    Build(_cross_entropy_backward_kernel, "*fp32 *i64 *fp32 *fp32 *fp32 *fp32 i32 i32", {"BLOCK": 4096}),
 ]

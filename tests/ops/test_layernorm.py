@@ -1,0 +1,59 @@
+"""LayerNorm against PyTorch's own operator in double precision; Welford's one pass against two."""
+
+import numpy as np
+import pytest
+import torch
+from op_checks import SHAPES, check_backward, check_forward, randn, run, strided
+from torch.nn.functional import layer_norm
+
+from llmstack.ops.layernorm import BACKWARDS, IMPLS, layernorm_triton, welford_np
+
+reference = lambda x, g, b=None: layer_norm(x, g.shape, g, b)
+inputs = lambda shape: (randn(*shape), randn(shape[-1], seed=1), randn(shape[-1], seed=2))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_forward(impl, shape):
+    x, g, b = inputs(shape)
+    check_forward(IMPLS[impl], impl, reference, x, g, b)
+    check_forward(IMPLS[impl], impl, reference, x, g)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (3000, 100)], ids=str)
+@pytest.mark.parametrize("impl", BACKWARDS)
+def test_backward(impl, shape):
+    x, g, b = inputs(shape)
+    check_backward(BACKWARDS[impl], impl, reference, [x, g, b], randn(*shape, seed=3), x, g)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_shifting_and_rescaling_change_nothing_and_strides_do_not_matter(impl):
+    x, g, b = inputs((40, 24))
+    norm = lambda x: run(IMPLS[impl], impl, x, g, b)[0]
+    torch.testing.assert_close(norm(strided(x)), norm(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norm(100 * x + 7), norm(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("offset", [0, 1e4])
+def test_welford_one_pass_equals_two(offset):
+    x = (randn(5, 1000) + offset).numpy()
+    mean, variance = welford_np(x)
+    exact = x.astype(np.float64)
+    np.testing.assert_allclose(mean, exact.mean(-1), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(variance, exact.var(-1), rtol=1e-3 if offset else 1e-5)
+
+
+def test_mean_of_squares_cancels_where_welford_does_not():
+    x = (randn(5, 1000) + 1e4).numpy()
+    naive = np.mean(x * x, -1) - np.mean(x, -1) ** 2
+    exact = x.astype(np.float64).var(-1)
+    assert np.abs(naive - exact).max() > 100 * np.abs(welford_np(x)[1] - exact).max()
+
+
+@pytest.mark.skipif("triton" not in IMPLS, reason="Triton is not installed")
+def test_a_wrong_scale_or_shift_is_refused():
+    with pytest.raises(ValueError, match=r"g acts on the last axis.*expected shape \[8\], got \[7\]"):
+        layernorm_triton(torch.ones(2, 8), torch.ones(7))
+    with pytest.raises(ValueError, match=r"b acts on the last axis"):
+        layernorm_triton(torch.ones(2, 8), torch.ones(8), torch.ones(1))
