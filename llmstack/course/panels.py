@@ -151,16 +151,16 @@ class Question:
         box = W.VBox([W.HTML(f"<b>Question.</b> {html.escape(self.prompt)}"), field, reply])
         return box.add_class("llmstack-question")
 
+    def _listed(self) -> list[str]:
+        return [f"{chr(97 + i)}) {choice}" for i, choice in enumerate(self.choices or ())]
+
     def _plain(self) -> str:
-        listed = [f"  {chr(97 + i)}) {c}" for i, c in enumerate(self.choices or ())]
-        return "\n".join([f"Question: {self.prompt}", *listed])
+        return "\n  ".join([f"Question: {self.prompt}", *self._listed()])
 
     def _page(self) -> str:
-        items = "".join(f"<li>{html.escape(str(c))}</li>" for c in self.choices or ())
-        listed = f'<ol type="a">{items}</ol>' if items else ""
-        right = f"{chr(97 + self.answer)})" if self.choices is not None else f"{self.answer:g}{self._with_unit()}"
-        answer = f"<details><summary>Answer</summary>{html.escape(right)}</details>"
-        return f"<div><b>Question.</b> {html.escape(self.prompt)}{listed}{answer}</div>"
+        asked = "<br>".join([f"<b>Question.</b> {html.escape(self.prompt)}", *map(html.escape, self._listed())])
+        right = f"{self.answer:g}{self._with_unit()}" if self.choices is None else self._listed()[self.answer]
+        return f"<div><p>{asked}</p><details><summary>Answer</summary>{html.escape(right)}</details></div>"
 
     def _ipython_display_(self) -> None:
         """Nothing: question() has shown it already."""

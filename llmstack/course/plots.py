@@ -108,6 +108,7 @@ def bars(
     stacked: bool = False,
     logy: bool = False,
     digits: int = 3,
+    colours: Sequence[str] = COLOURS,
     alt: str = "",
     ax: Any = None,
 ) -> None:
@@ -121,7 +122,7 @@ def bars(
     for i, (series, g) in enumerate(groups.items()):
         length = np.array([float(g.get(n, 0)) for n in names])
         y = np.arange(len(names)) + (0 if stacked else (i - (len(groups) - 1) / 2) * height)
-        look = dict(color=COLOURS[i % 8], hatch=HATCHES[i % 8], edgecolor="white", label=series)
+        look = dict(color=colours[i % len(colours)], hatch=HATCHES[i % 8], edgecolor="white", label=series)
         drawn = at.barh(y, length, height, left=left, **look)
         if stacked:
             left = left + length
