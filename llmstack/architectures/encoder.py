@@ -120,10 +120,8 @@ def span_masking(
         for i in torch.randperm(len(row), generator=rng).tolist():
             start, stop = row[i]
             width = stop - start
-            if (
-                torch.rand((), generator=rng) * width >= left
-            ):  # a span that overshoots is hidden as often as keeps the rate
-                continue
+            if torch.rand((), generator=rng) * width >= left:  # the one that overshoots: as often as keeps the rate
+                break
             left -= width
             targets[b, start:stop] = ids[b, start:stop]
             fate = torch.rand((), generator=rng)
