@@ -49,11 +49,11 @@ def test_constants_of_no_such_stack_are_refused(arguments):
 def test_one_update_moves_the_output_no_further_at_depth():
     """Sublayers of two matrices, one step, how far the output moves: arXiv:2203.00555, section 3."""
 
-    def update(sublayers, alpha, beta, d=16):
+    def update(sublayers, alpha, beta, draw=0, d=16):
         unit = torch.ones(d, dtype=torch.float64)
-        start = [beta * d**-0.5 * randn(2, d, d, seed=5000 + i, dtype=torch.float64) for i in range(sublayers)]
+        start = [beta * d**-0.5 * randn(2, d, d, seed=2000 * draw + i, dtype=torch.float64) for i in range(sublayers)]
         weights = [w.requires_grad_() for w in start]
-        x, target = randn(2, 4, d, seed=99, dtype=torch.float64)
+        x, target = randn(2, 4, d, seed=99 + draw, dtype=torch.float64)
 
         def stack(weights, h=x):
             for up, down in weights:
@@ -66,6 +66,6 @@ def test_one_update_moves_the_output_no_further_at_depth():
         return (moved - y).norm(dim=-1).mean().item() / 1e-5
 
     deep = {n: update(n, *deepnorm_constants(n // 2)) for n in (10, 100, 1000)}
-    post = {n: update(n, 1.0, 1.0) for n in (10, 100)}
+    post = {n: sum(update(n, 1.0, 1.0, draw) for draw in range(4)) / 4 for n in (10, 100)}
     assert max(deep.values()) < 1.5 * min(deep.values())
     assert post[100] > 5 * post[10] > 25 * deep[10]
