@@ -1,0 +1,222 @@
+"""Folders in and out: shards, ties, kills, own layout; and what a damaged one says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmstack import preset
+from llmstack.architectures import build, load, save
+from llmstack.architectures.hf import CheckpointError, config_from_hf, config_to_hf
+from llmstack.config import ConfigError, presets
+
+SMALL = dict(d_model=32, n_layers=2, n_heads=4, d_ff=48, vocab_size=99, max_seq_len=64)
+TINY = preset("llama3-8b").with_(**SMALL, n_kv_heads=2, d_head=8)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save(build(TINY), tmp_path)
+    return tmp_path
+
+
+def edit(folder, **changes):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_shards_hold_what_one_file_holds(tmp_path):
+    model = build(TINY, seed=3)
+    save(model, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    save(model, tmp_path, shard_bytes=20_000)
+    files = sorted(p.name for p in tmp_path.iterdir())
+    assert "model.safetensors" not in files and "model.safetensors.index.json" in files and len(files) > 4
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in model.parameters())
+    assert same(load(tmp_path), model)
+    from transformers import LlamaForCausalLM
+
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(theirs.model.layers[1].mlp.up_proj.weight, model.blocks[1].ffn.up.weight)
+    save(model, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_other_files_stay_and_nothing_temporary_is_left(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    save(build(TINY, seed=1), folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights_are_stored_once_and_stay_one_tensor(tied, tmp_path):
+    model = build(TINY.with_(tied=tied))
+    save(model, tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
+    again = load(tmp_path)
+    assert (again.out.head.weight is again.embed.tokens.weight) is tied
+    assert same(model, again)
+
+
+def test_dtype_and_seed(folder):
+    assert load(folder, dtype=torch.bfloat16).embed.tokens.weight.dtype == torch.bfloat16
+    assert same(build(TINY, seed=5), build(TINY, seed=5)) and not same(build(TINY, seed=5), build(TINY, seed=6))
+
+
+def test_a_kill_while_saving_leaves_the_old_checkpoint(folder):
+    """The writer dies after the new weights are on disk and before they take their name."""
+    old = load(folder)
+    program = f"""
+import os, signal
+import llmstack.architectures.checkpoints as c
+from llmstack.architectures import build, load, save
+model = build(load({str(folder)!r}).config, seed=9)
+replace = os.replace
+def die(source, target):
+    if str(target).endswith("model.safetensors"):
+        os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+    replace(source, target)
+c.os.replace = die
+save(model, {str(folder)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode != 0
+    assert any(p.suffix == ".tmp" for p in folder.iterdir())  # it had written them
+    assert same(load(folder), old)
+
+
+@pytest.mark.parametrize("name", ["gpt3-small", "palm-8b", "transformer-base-en-de"])
+def test_a_model_without_a_layout_of_its_own_keeps_its_dials(name, tmp_path):
+    config = preset(name).with_(d_model=32, n_layers=2, n_heads=4, d_head=8, d_ff=48, vocab_size=99, max_seq_len=64)
+    model = build(config)
+    save(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llmstack"
+    again = load(tmp_path)
+    assert again.config == config and same(model, again)
+
+
+def test_a_relu_llama_has_a_layout_that_transformers_reads(tmp_path):
+    model = build(TINY.with_(model_type="arcee", activation="relu", tied=True))
+    save(model, tmp_path)
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.arange(9)[None]
+    assert type(theirs).__name__ == "ArceeForCausalLM"
+    torch.testing.assert_close(model(ids), theirs(ids).logits)
+
+
+def test_presets_survive_config_json():
+    """Every preset comes back from config.json as it was; those that a family can express, in the family's own."""
+    own = set()
+    for name in presets():
+        config = preset(name)
+        raw = json.loads(json.dumps(config_to_hf(config)))
+        assert config_from_hf(raw, config.name).with_(source="") == config.with_(source="")
+        if raw["model_type"] == "llmstack":
+            own.add(config.model_type)
+    assert own.isdisjoint({"llama", "qwen2", "mistral", "bert", "t5", "opt", "bloom", "falcon", "whisper"})
+
+
+def test_a_prefix_may_be_missing_and_old_names_are_known(folder):
+    """Published BERTs and GPT-2s leave the base model's prefix out, and BERT's first files say gamma and beta."""
+    bert = preset("bert-base-uncased").with_(**SMALL)
+    model = build(bert)
+    save(model, folder)
+    stored = load_file(folder / "model.safetensors")
+    old = lambda n: re.sub(r"(LayerNorm\.)weight", r"\1gamma", re.sub(r"(LayerNorm\.)bias", r"\1beta", n))[len("bert.") :]
+    renamed = {old(name): tensor for name, tensor in stored.items()} | {"embeddings.position_ids": torch.arange(64)[None]}
+    save_file(renamed, folder / "model.safetensors")
+    assert same(load(folder), model)
+
+
+def test_truncated_safetensors(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="model.safetensors .* bytes. is damaged or cut short.*download it again"):
+        load(folder)
+
+
+def test_a_wrong_head_count_names_both_shapes(folder):
+    edit(folder, num_key_value_heads=4)
+    with pytest.raises(CheckpointError, match=r"k_proj.weight is \[16, 32\].*makes it \[32, 32\].*n_kv_heads = 4.*config"):
+        load(folder)
+    edit(folder, num_attention_heads=3)
+    with pytest.raises(ConfigError, match="n_kv_heads = 4, but n_heads .3. must divide"):
+        load(folder)
+
+
+def test_a_missing_shard(folder):
+    save(build(TINY), folder, shard_bytes=20_000)
+    gone = sorted(folder.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=f"shards that are not there: {gone.name}"):
+        load(folder)
+
+
+def test_an_unknown_architecture(folder):
+    edit(folder, model_type="perceiver")
+    with pytest.raises(CheckpointError, match="no architecture 'perceiver'.*one of llama"):
+        load(folder)
+
+
+def test_pickle_is_refused_unopened(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin.*never opened.*save_pretrained"):
+        load(folder)
+
+
+@pytest.mark.parametrize("how", ["missing", "unexpected"])
+def test_missing_and_unexpected_tensors(folder, how):
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensor = stored.pop(name)
+    if how == "unexpected":
+        stored |= {name: tensor, "model.layers.2.mlp.up_proj.weight": tensor.clone()}
+    save_file(stored, folder / "model.safetensors")
+    match = "lacks model.layers.1.mlp" if how == "missing" else "holds model.layers.2.mlp.*no place"
+    with pytest.raises(CheckpointError, match=match):
+        load(folder)
+
+
+def test_a_wrong_path(tmp_path, folder):
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        load(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        load(tmp_path / "empty")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        load(folder)
+    with pytest.raises(ValueError, match="is a file"):
+        save(build(TINY), folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (dict(hidden_act="quick_gelu"), "activation 'quick_gelu' is not supported; relu"),
+        (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type 'yarn' is not supported"),
+        (dict(hidden_size=None), "no 'hidden_size'"),
+        (dict(model_type="falcon", alibi=True), "alibi = True"),
+    ],
+)
+def test_a_config_that_no_dial_can_say(folder, change, match):
+    edit(folder, **change)
+    with pytest.raises(CheckpointError, match=match):
+        load(folder)
+
+
+def test_only_dense_transformers_are_built():
+    with pytest.raises(ConfigError, match="n_experts = 8"):
+        build(preset("mixtral-8x7b"), device="meta")
