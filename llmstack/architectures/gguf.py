@@ -178,7 +178,9 @@ class GGUF:
             return self._string()
         if kind == 9:
             kind, length = self._take("IQ")
-            if kind in self._NUMBERS and length < len(self._view):
+            if length > len(self._view):
+                self._ended(f"a list of {length:,} values begins at byte {self._at:,}")
+            if kind in self._NUMBERS:
                 return list(self._take(f"{length}{self._NUMBERS[kind]}"))
             if kind == 8:
                 return [self._string() for _ in range(length)]

@@ -197,7 +197,7 @@ def _assemble(raw: dict[str, Any], tensors: dict[str, Tensor], name: str) -> nn.
     state = {}
     for theirs, piece in pieces.items():
         for ours, tensor in zip(piece.ours, piece.split(tensors[theirs], [len(mine[ours]) for ours in piece.ours])):
-            state[ours] = torch.nn.Parameter(tensor, mine[ours].requires_grad)
+            state[ours] = torch.nn.Parameter(tensor)  # once, for tied ones too
     first = {id(p): ours for ours, p in mine.items()}
     state |= {ours: state[first[id(p)]] for ours, p in model.named_parameters(remove_duplicate=False)}
     model.load_state_dict(state, assign=True)

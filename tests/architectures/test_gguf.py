@@ -116,6 +116,7 @@ def patched(data, old, new):
 @pytest.mark.parametrize(
     "damage, says",
     [
+        (lambda d: patched(d, struct.pack("<IIQ", 9, 5, 3), struct.pack("<IIQ", 9, 5, 2**62)), "a list of 4,611"),
         (lambda d: b"\x80\x02PK" + d[4:], "another format"),
         (lambda d: d[:4] + struct.pack("<I", 1) + d[8:], "version 1; this reader knows 2 and 3"),
         (lambda d: d[:4] + struct.pack(">I", 3) + d[8:], "version 50331648"),
@@ -152,6 +153,7 @@ def patched(data, old, new):
         ),
     ],
     ids=[
+        "list",
         "magic",
         "version 1",
         "big-endian",

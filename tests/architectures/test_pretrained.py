@@ -128,15 +128,13 @@ def test_smollm2_chooses_the_words_that_transformers_chose(smollm2, case):
 @pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_answers_ten_prompts_token_by_token(smollm2):
-    from llmstack.architectures.cache import ContiguousCache
+    from llmstack.execution.generation import generate
 
     model, tokenizer = smollm2
     for case in GREEDY["prompts"]:
-        cache, ids, new = ContiguousCache(model.config, 1, 80), case["prompt_ids"], []
-        while len(new) < GREEDY["max_new_tokens"] and tokenizer.eos not in new:
-            new.append(int(model(torch.tensor([ids]), cache=cache)[0, -1].argmax()))
-            ids = new[-1:]
-        assert new == case["new_ids"]
+        prompt = torch.tensor([case["prompt_ids"]])
+        said = generate(model, prompt, GREEDY["max_new_tokens"], eos=tokenizer.eos)[0, prompt.shape[1] :]
+        assert said.tolist() == case["new_ids"]
 
 
 @pytest.mark.slow
@@ -230,12 +228,15 @@ def test_whisper_is_transformers(whisper):
     got = whisper[0](frames, ids)
     assert (got - want.logits).norm() <= 1e-5 * got.norm()
     assert got.argmax(-1).equal(want.logits.argmax(-1))
+    frozen = [n for n, p in whisper[0].named_parameters() if not p.requires_grad]
+    assert frozen == ["frontend.positions.weight"]  # a table of sines, which training leaves as it is
 
 
 def test_whisper_writes_down_what_is_said(whisper):
     note = facts.table("audio/moon")
     assert transcribe(*whisper, audio.read_wav(facts.data_path() / "audio/moon.wav")) == note["text"]
-    assert (whisper[1].eos, whisper[1].bos) == (50256, 50257)
+    start, no_times, end = 50257, 50362, 50256
+    assert whisper[1].encode("") == [start, no_times, end] and (whisper[1].bos, whisper[1].eos) == (start, end)
 
 
 def variable(name, array, kind):
@@ -369,9 +370,14 @@ def test_tokenizers_of_folders(tmp_path):
         got.encode(["hi"])
 
 
-def test_an_unknown_tokenizer_is_refused():
+def test_the_pre_tokenizer_is_the_file_s():
     class File:
-        path, metadata = Path("x.gguf"), {"tokenizer.ggml.model": "llama"}
+        path, metadata = Path("x.gguf"), {}
 
+    told = {"model": "gpt2", "tokens": ["1", "2", "12"], "token_type": [1, 1, 1], "merges": ["1 2"]}
+    for pre, ids in (("smollm", [0, 1, 1]), ("gpt-2", [2, 1])):
+        File.metadata = {f"tokenizer.ggml.{k}": v for k, v in told.items()} | {"tokenizer.ggml.pre": pre}
+        assert tokenizer_from_gguf(File).encode("122") == ids
+    File.metadata = {"tokenizer.ggml.model": "llama"}
     with pytest.raises(gguf.GGUFError, match=r"x.gguf has the tokenizer \('llama', None\)"):
         tokenizer_from_gguf(File)
