@@ -83,6 +83,8 @@ def save(model: nn.Module, path: str | Path, shard_bytes: float = 5e9) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     raw = config_to_hf(model.config)
     mine = dict(model.named_parameters())
+    if any(".qkv." in name for name in mine):
+        raise ValueError("attention is fused, and checkpoints hold q, k and v apart; save the model before it is fused")
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name, piece in pieces(model.config, list(mine), raw["model_type"] == OWN).items():

@@ -70,18 +70,37 @@ class Attention(nn.Module):
         self.k = nn.Linear(config.d_model, shared, bias=config.qkv_bias and config.k_bias)
         self.v = nn.Linear(config.d_model, shared, bias=config.qkv_bias)
         self.o = nn.Linear(inner, config.d_model, bias=config.out_bias)
+        self.qkv: nn.Linear | None = None
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of x [B, T, D], heads side by side."""
+        if self.qkv is None:
+            return self.q(x), self.k(x), self.v(x)
+        shared = self.config.n_kv_heads * self.config.d_head
+        return self.qkv(x).split([self.qkv.out_features - 2 * shared, shared, shared], -1)
+
+    def fuse(self) -> None:
+        """Stack the three matrices into one, for one larger product in place of three. There is no way back."""
+        parts = [self.q, self.k, self.v]
+        rows = sum(part.out_features for part in parts)
+        self.qkv = nn.Linear(self.config.d_model, rows, bias=self.config.qkv_bias).to(self.q.weight)
+        self.qkv.weight.data = torch.cat([part.weight.data for part in parts])
+        if self.config.qkv_bias:
+            absent = torch.zeros(self.k.out_features).to(self.q.weight)
+            self.qkv.bias.data = torch.cat([absent if p.bias is None else p.bias.data for p in parts])
+        self.q = self.k = self.v = None
 
     def forward(self, x: Tensor, now: Pass) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
         split = lambda y: y.unflatten(-1, (-1, self.config.d_head)).transpose(1, 2)  # [B, heads, T, Dh]
-        q = split(self.q(x))
         scale = self.config.attention_scale
         if self.cross:
+            q = split(self.q(x))
             make = lambda: (split(self.k(now.memory)), split(self.v(now.memory)))
             k, v = now.cache.memory(self.layer, make) if now.cache is not None else make()
             out = attention_torch(q, k, v, mask=now.memory_mask, scale=scale)
         else:
-            k, v = split(self.k(x)), split(self.v(x))
+            q, k, v = (split(y) for y in self.project(x))
             if now.rotation is not None:
                 q, k = (rope_torch(y, *now.rotation, interleaved=self.config.rope_interleaved) for y in (q, k))
             banded = self.config.windowed(self.layer)
@@ -147,7 +166,7 @@ class Block(nn.Module):
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Draw the weights. Decoders and encoders: N(0, 0.02²), with the matrices that write to the residual stream divided
     by sqrt(2 L) (GPT-2, section 2.3). Encoder-decoders: variance 1 / fan-in, with the query's scaled to what
-    attention does not divide by (T5). DeepNorm: v, o and the FFN scaled by β (arXiv:2203.00555, fig. 2)."""
+    attention does not divide by (T5). DeepNorm: Xavier, with v, o and the FFN times β (arXiv:2203.00555, fig. 2)."""
     if next(model.parameters()).is_meta:
         return
     rng = torch.Generator().manual_seed(seed)
@@ -165,7 +184,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
             std = spread(module.weight[0].numel())
             if name == "q":
                 std *= min(1.0, config.d_head**-0.5 / config.attention_scale)
-            if config.norm == "deepnorm" and name in ("v", "o", "up", "gate", "down"):
+            if config.norm == "deepnorm" and name in ("q", "k", "v", "o", "up", "gate", "down"):
                 std = deepnorm_std(path, module, config)
             elif name in ("o", "down") and not two_sided and config.norm_place == "pre":
                 std /= (2 * config.n_layers) ** 0.5
@@ -175,9 +194,9 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def deepnorm_std(path: str, module: nn.Linear, config: ModelConfig) -> float:
-    """Xavier's spread with gain β."""
+    """Xavier's spread, with gain β but for the query and the key, which only weigh."""
     side = "decoder" if path.startswith("decoder") else "encoder"
-    beta = deepnorm_constants(config.n_layers, config.kind, side)[1]
+    beta = 1.0 if path.endswith((".q", ".k")) else deepnorm_constants(config.n_layers, config.kind, side)[1]
     return beta * (2 / (module.in_features + module.out_features)) ** 0.5
 
 

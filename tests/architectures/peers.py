@@ -40,9 +40,7 @@ DECODERS = {
     ),
     "opt": lambda: t.OPTForCausalLM(t.OPTConfig(**WIDE, ffn_dim=48, max_position_embeddings=64)),
     "opt-350m": lambda: t.OPTForCausalLM(
-        t.OPTConfig(
-            **WIDE, ffn_dim=48, max_position_embeddings=64, word_embed_proj_dim=16, do_layer_norm_before=False
-        )
+        t.OPTConfig(**WIDE, ffn_dim=48, max_position_embeddings=64, word_embed_proj_dim=16, do_layer_norm_before=False)
     ),
     "bloom": lambda: t.BloomForCausalLM(t.BloomConfig(vocab_size=99, hidden_size=24, n_layer=2, n_head=6, **ENDS)),
     "falcon-7b": lambda: t.FalconForCausalLM(t.FalconConfig(**WIDE)),
