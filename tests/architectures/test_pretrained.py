@@ -284,6 +284,15 @@ def test_ctranslate2_reads_back_what_was_written_and_refuses_damage(tmp_path):
 # --- by name, by path, or not at all
 
 
+def test_one_name_for_the_function_and_its_module():
+    from llmstack import architectures
+
+    for door in (architectures.pretrained, module, module.pretrained):
+        with pytest.raises(KeyError, match="no model 'zzzz'"):
+            door("zzzz")
+    assert architectures.pretrained.names() == names()
+
+
 def test_names():
     assert names()[:3] == ["smollm2-135m", "all-minilm-l6-v2", "whisper-tiny.en"]
     with pytest.raises(KeyError, match="did you mean .*smollm2-135m"):
