@@ -1,5 +1,5 @@
 """Writes smollm2_greedy.json: what transformers' own loader, tokenizer and generate say to ten prompts. Nothing of
-llmstack takes part. It needs `pip install accelerate`, and some minutes: `python tests/reference/make_smollm2_greedy.py`.
+llmstack takes part. It needs `pip install accelerate` and some minutes: python tests/reference/make_smollm2_greedy.py
 """
 
 import json
