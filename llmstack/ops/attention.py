@@ -146,6 +146,7 @@ def attention_torch(
         )
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"mask is boolean, True where attention is allowed; got {mask.dtype}: pass numbers as bias")
+    causal = causal and T > 1  # the last position sees every key
     if causal and (T != S or mask is not None or bias is not None):
         order = causal_mask(T, S, device=q.device)
         mask, causal = order if mask is None else mask & order, False

@@ -81,17 +81,15 @@ def _cross_entropy_kernel(z_ptr, target_ptr, loss_ptr, m_ptr, log_sum_ptr, V, ig
 
 
 @triton.jit
-def _cross_entropy_backward_kernel(
-    z_ptr, target_ptr, m_ptr, log_sum_ptr, dloss_ptr, dz_ptr, V, ignore, BLOCK: tl.constexpr
-):
+def _cross_entropy_backward_kernel(z_ptr, target_ptr, m_ptr, log_sum_ptr, dloss_ptr, dz_ptr, V, BLOCK: tl.constexpr):
     """A program takes BLOCK values of a row: z is read once, dz written once."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     target = tl.load(target_ptr + row)
-    weight = tl.where(target != ignore, tl.load(dloss_ptr + row), 0.0)
+    dloss = tl.load(dloss_ptr + row)  # 0 where the target is ignored
     z = tl.load(z_ptr + row * V + col, mask=col < V, other=-float("inf")).to(tl.float32)
     y = tl.exp(z - tl.load(m_ptr + row) - tl.load(log_sum_ptr + row))
-    tl.store(dz_ptr + row * V + col, (y - tl.where(col == target, 1.0, 0.0)) * weight, mask=col < V)
+    tl.store(dz_ptr + row * V + col, (y - tl.where(col == target, 1.0, 0.0)) * dloss, mask=col < V)
 
 
 def cross_entropy_triton(
@@ -114,7 +112,7 @@ def cross_entropy_triton_backward(
         _, m, log_sum = _rows(logits, targets, ignore_index)
         grid = (R, triton.cdiv(V, BLOCK))
         flat = targets.reshape(-1).contiguous()
-        _cross_entropy_backward_kernel[grid](rows, flat, m, log_sum, weight, dz, V, ignore_index, BLOCK)
+        _cross_entropy_backward_kernel[grid](rows, flat, m, log_sum, weight, dz, V, BLOCK)
     return dz.view(logits.shape)
 
 
@@ -150,6 +148,6 @@ BACKWARDS = available({"numpy": cross_entropy_np_backward, "triton": cross_entro
 AOT = [
     Build(_cross_entropy_kernel, "*bf16 *i64 *fp32 *fp32 *fp32 i32 i32", {"BLOCK": 4096}),
     Build(_cross_entropy_kernel, "*fp32 *i64 *fp32 *fp32 *fp32 i32 i32", {"BLOCK": 4096}),
-    Build(_cross_entropy_backward_kernel, "*bf16 *i64 *fp32 *fp32 *fp32 *bf16 i32 i32", {"BLOCK": 4096}),
-    Build(_cross_entropy_backward_kernel, "*fp32 *i64 *fp32 *fp32 *fp32 *fp32 i32 i32", {"BLOCK": 4096}),
+    Build(_cross_entropy_backward_kernel, "*bf16 *i64 *fp32 *fp32 *fp32 *bf16 i32", {"BLOCK": 4096}),
+    Build(_cross_entropy_backward_kernel, "*fp32 *i64 *fp32 *fp32 *fp32 *fp32 i32", {"BLOCK": 4096}),
 ]

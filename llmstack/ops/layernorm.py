@@ -121,7 +121,7 @@ def layernorm_triton(
 def layernorm_triton_backward(
     dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx, dg and db. At most 256 programs leave a part of dg and db each, and the parts are summed afterwards.
+    """dx, dg and db. At most PROGRAMS programs leave a part of dg and db each, and the parts are summed afterwards.
 
     Rows over 8 Ki values spill registers to memory.
     """
@@ -129,7 +129,7 @@ def layernorm_triton_backward(
     rows = rows_of(x)  # [R, D]
     dx = torch.empty_like(rows)
     ROWS, COLS, warps = row_tile(x.shape[-1])
-    steps = triton.cdiv(triton.cdiv(len(rows), ROWS), 256)
+    steps = triton.cdiv(triton.cdiv(len(rows), ROWS), PROGRAMS)
     programs = triton.cdiv(len(rows), ROWS * max(steps, 1))
     dg, db = torch.empty(2, programs, x.shape[-1], dtype=torch.float32, device=x.device)
     if programs:
@@ -144,6 +144,8 @@ def _check(x: torch.Tensor, g: torch.Tensor, b: torch.Tensor):
         if t.shape != x.shape[-1:]:
             raise ValueError(f"{name} acts on the last axis of x: expected shape [{x.shape[-1]}], got {list(t.shape)}")
 
+
+PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 
 IMPLS = available({"numpy": layernorm_np, "torch": layernorm_torch, "triton": layernorm_triton})
 BACKWARDS = available({"numpy": layernorm_np_backward, "triton": layernorm_triton_backward})

@@ -95,7 +95,7 @@ def rmsnorm_triton(x: torch.Tensor, g: torch.Tensor, eps: float = 1e-6) -> torch
 def rmsnorm_triton_backward(
     dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dg. At most 256 programs leave a part of dg each, and the parts are summed afterwards.
+    """dx and dg. At most PROGRAMS programs leave a part of dg each, and the parts are summed afterwards.
 
     Rows over 8 Ki values spill registers to memory.
     """
@@ -103,7 +103,7 @@ def rmsnorm_triton_backward(
     rows = rows_of(x)  # [R, D]
     dx = torch.empty_like(rows)
     ROWS, COLS, warps = row_tile(x.shape[-1])
-    steps = triton.cdiv(triton.cdiv(len(rows), ROWS), 256)
+    steps = triton.cdiv(triton.cdiv(len(rows), ROWS), PROGRAMS)
     programs = triton.cdiv(len(rows), ROWS * max(steps, 1))
     dg = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     if programs:
@@ -117,6 +117,8 @@ def _check(x: torch.Tensor, g: torch.Tensor):
     if g.shape != x.shape[-1:]:
         raise ValueError(f"g scales the last axis of x: expected shape [{x.shape[-1]}], got {list(g.shape)}")
 
+
+PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 
 IMPLS = available({"numpy": rmsnorm_np, "torch": rmsnorm_torch, "triton": rmsnorm_triton})
 BACKWARDS = available({"numpy": rmsnorm_np_backward, "triton": rmsnorm_triton_backward})

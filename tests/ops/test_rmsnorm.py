@@ -17,7 +17,7 @@ def test_forward(impl, shape):
     check_forward(IMPLS[impl], impl, reference, *inputs(shape))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (3000, 100)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("impl", BACKWARDS)
 def test_backward(impl, shape):
     x, g = inputs(shape)
@@ -36,8 +36,15 @@ def test_rescaling_changes_nothing_and_strides_do_not_matter(impl):
 def test_narrow_inputs_are_summed_in_fp32_and_double_stays_double():
     x, g = inputs((4, 4096))
     got = rmsnorm_torch(200 * x.half(), g.half())  # squares over fp16's 65504
-    assert got.dtype == torch.float16 and torch.isfinite(got).all()
+    torch.testing.assert_close(got, reference(200 * x, g).half(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(rmsnorm_torch(x.double(), g.double()), reference(x.double(), g.double()))
+
+
+@pytest.mark.skipif("triton" not in IMPLS, reason="Triton is not installed")
+def test_few_programs_take_many_rows_each(monkeypatch):
+    monkeypatch.setattr("llmstack.ops.rmsnorm.PROGRAMS", 2)
+    x, g = inputs((1500, 100))
+    check_backward(BACKWARDS["triton"], "triton", reference, [x, g], randn(1500, 100, seed=3), x, g)
 
 
 @pytest.mark.skipif("triton" not in IMPLS, reason="Triton is not installed")
