@@ -62,8 +62,8 @@ def apart(model: nn.Module, tokenizer, one: str, other: str) -> dict[str, float]
     shared = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     before, after = (model.hidden_states(torch.tensor([ids]))[-1][0, :shared] for ids in (a, b))  # [shared, D]
     moved = 100 * (before - after).norm(dim=-1) / before.norm(dim=-1)
-    names = [token.replace("Ġ", "").lower() for token in tokenizer.tokens(a[:shared])]
-    return {name: round(float(x), 1) for name, x in zip(names, moved)}
+    names = [token.replace("Ġ", "").lower() or "·" for token in tokenizer.tokens(a[:shared])]
+    return {name: round(float(x), 1) for name, x in zip(names, moved) if name[0] not in "[<"}  # no [CLS], no <|marks|>
 
 
 @torch.no_grad()
