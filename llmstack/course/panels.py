@@ -23,7 +23,7 @@ class Lab:
 
         self.draw, self.title = draw, title
         self.controls = {name: _control(W, name, spec) for name, spec in controls.items()}
-        self._image = W.Image(format="png", layout=W.Layout(max_width="100%", height="auto"))
+        self._image = W.Image(format="png", layout=W.Layout(max_width="100%", height="auto", align_self="flex-start"))
         self._caption = W.HTML()
         self._redraw()
         for control in self.controls.values():

@@ -6,7 +6,8 @@
     plots.table(rows, columns=["model", "parameters"])
     plots.stack([("application", "a question", "llmstack.execution"), …])
 
-Each shows itself and returns None; with ax= it draws there instead and shows nothing. For a figure of your own:
+Each shows itself and returns None. All figures take title=, logx=, logy=, alt= (the text for a screen reader, and what
+nbval compares) and ax= (draw there and show nothing). For a figure of your own:
 
     fig, ax = plots.axes("query", "key");  ax.plot(…);  plots.show(fig, alt="…")
 
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from itertools import cycle
 from typing import Any
@@ -43,8 +45,6 @@ STYLE = {
     "grid.color": "#dddddd",
     "grid.linewidth": 0.6,
     "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
     "lines.linewidth": 1.8,
     "lines.markersize": 5,
     "hatch.linewidth": 0.6,
@@ -77,98 +77,77 @@ def show(fig: Figure, alt: str) -> None:
     put(alt, png=save_png(fig, alt), alt=alt)
 
 
-def line(
-    series: Mapping[str, Any],
-    x: Sequence[float] | None = None,
-    *,
-    xlabel: str,
-    ylabel: str,
-    title: str = "",
-    logx: bool = False,
-    logy: bool = False,
-    marks: bool | None = None,
-    alt: str = "",
-    ax: Any = None,
-) -> None:
+@contextmanager
+def _frame(size=SIZE, *, xlabel: str, ylabel: str, title="", logx=False, logy=False, alt="", ax=None) -> Iterator[Any]:
+    """Axes to draw on; afterwards labels, scales and a legend, and unless they were given, the figure is shown."""
+    fig, at = (None, ax) if ax is not None else axes("", "", size=size)
+    yield at
+    at.set(xlabel=xlabel, ylabel=ylabel, **({"title": title} if title else {}))
+    for scale, wanted in ((at.set_xscale, logx), (at.set_yscale, logy)):
+        if wanted:
+            scale("log")
+    if len(at.get_legend_handles_labels()[1]) > 1:
+        at.legend(frameon=False)
+    if fig is not None:
+        show(fig, alt or f"{title or ylabel or xlabel}{f' against {xlabel}' if xlabel and (title or ylabel) else ''}")
+
+
+def line(series: Mapping[str, Any], x: Sequence[float] | None = None, marks: bool | None = None, **frame: Any) -> None:
     """One line a name: values over x, or pairs (x, y) where each has its own x. marks: by default up to 20 points."""
-    fig, at = (None, ax) if ax is not None else axes(xlabel, ylabel, title)
-    for (name, y), colour, dash, marker in zip(series.items(), cycle(COLOURS), cycle(DASHES), cycle(MARKERS)):
-        xs, ys = y if x is None and isinstance(y, tuple) else (range(len(y)) if x is None else x, y)
-        marked = len(ys) <= 20 if marks is None else marks
-        at.plot(xs, ys, color=colour, linestyle=dash, marker=marker if marked else None, label=name)
-    _finish(fig, at, xlabel, ylabel, title, logx, logy, len(series), alt)
+    with _frame(**frame) as ax:
+        for (name, y), colour, dash, marker in zip(series.items(), cycle(COLOURS), cycle(DASHES), cycle(MARKERS)):
+            xs, ys = y if x is None and isinstance(y, tuple) else (range(len(y)) if x is None else x, y)
+            marked = len(ys) <= 20 if marks is None else marks
+            ax.plot(xs, ys, color=colour, linestyle=dash, marker=marker if marked else None, label=name)
 
 
 def bars(
-    values: Mapping[str, Any],
-    *,
-    ylabel: str,
-    xlabel: str = "",
-    title: str = "",
-    stacked: bool = False,
-    logy: bool = False,
-    digits: int = 3,
-    colours: Sequence[str] = COLOURS,
-    alt: str = "",
-    ax: Any = None,
+    values: Mapping[str, Any], ylabel: str, stacked=False, logy=False, digits=3, colours=COLOURS, **frame: Any
 ) -> None:
-    """Lying bars with their values; a mapping of mappings {series: {name: value}} draws groups, or stacks."""
-    grouped = isinstance(next(iter(values.values())), Mapping)
-    groups = values if grouped else {"": values}
+    """Lying bars with their values; a mapping of mappings {series: {name: value}} draws groups, or stacks.
+
+    ylabel and logy are the quantity's, although it lies; xlabel would name what the bars are.
+    """
+    groups = values if isinstance(next(iter(values.values())), Mapping) else {"": values}
     names = list(dict.fromkeys(n for g in groups.values() for n in g))
     slots = len(names) * (1 if stacked else len(groups))
-    fig, at = (None, ax) if ax is not None else axes(ylabel, xlabel, title, (SIZE[0], 1.1 + 0.32 * slots))
     height, left = (0.7, np.zeros(len(names))) if stacked else (0.8 / len(groups), None)
-    for i, (series, g) in enumerate(groups.items()):
-        length = np.array([float(g.get(n, 0)) for n in names])
-        y = np.arange(len(names)) + (0 if stacked else (i - (len(groups) - 1) / 2) * height)
-        look = dict(color=colours[i % len(colours)], hatch=HATCHES[i % 8], edgecolor="white", label=series)
-        drawn = at.barh(y, length, height, left=left, **look)
-        if stacked:
-            left = left + length
-        else:
-            at.bar_label(drawn, [f"{v:,.{digits}g}" if v < 1e4 else si(v, digits) for v in length], padding=3)
-    at.set_yticks(range(len(names)), names)
-    at.invert_yaxis()
-    at.grid(axis="y", visible=False)
-    at.margins(x=0.14)
-    if not logy:
-        at.xaxis.set_major_formatter(EngFormatter())
-    _finish(fig, at, ylabel, xlabel, title, logy, False, len(groups) if grouped else 0, alt)
+    quantity = dict(ylabel=frame.pop("xlabel", ""), xlabel=ylabel, logx=logy)
+    with _frame((SIZE[0], 1.1 + 0.32 * slots), **quantity, **frame) as ax:
+        for i, (series, g) in enumerate(groups.items()):
+            length = np.array([float(g.get(n, 0)) for n in names])
+            y = np.arange(len(names)) + (0 if stacked else (i - (len(groups) - 1) / 2) * height)
+            look = dict(color=colours[i % len(colours)], hatch=HATCHES[i % 8], edgecolor="white", label=series)
+            drawn = ax.barh(y, length, height, left=left, **look)
+            if stacked:
+                left = left + length
+            else:
+                ax.bar_label(drawn, [f"{v:,.{digits}g}" if v < 1e4 else si(v, digits) for v in length], padding=3)
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.grid(axis="y", visible=False)
+        ax.margins(x=0.14)
+        if not logy:
+            ax.xaxis.set_major_formatter(EngFormatter())
 
 
-def heatmap(
-    matrix: Any,
-    *,
-    xlabel: str,
-    ylabel: str,
-    unit: str = "",
-    title: str = "",
-    xticks: Sequence[str] | None = None,
-    yticks: Sequence[str] | None = None,
-    annotate: bool = False,
-    signed: bool = False,
-    alt: str = "",
-    ax: Any = None,
-) -> None:
+def heatmap(matrix: Any, unit="", xticks=None, yticks=None, annotate=False, signed=False, **frame: Any) -> None:
     """Rows down, columns across, dark is large; signed centres the colours on zero, annotate writes the values in."""
     m = np.asarray(matrix, dtype=float)
-    fig, at = (None, ax) if ax is not None else axes(xlabel, ylabel, title, (SIZE[0], 4.4))
     top = np.nanmax(np.abs(m)) or 1.0
-    look = dict(cmap="RdBu_r", vmin=-top, vmax=top) if signed else dict(cmap="Greys")
-    drawn = at.imshow(m, aspect="auto", interpolation="nearest", **look)
-    at.grid(visible=False)
-    for put_ticks, labels, turn in ((at.set_xticks, xticks, 45), (at.set_yticks, yticks, 0)):
-        if labels is not None:
-            put_ticks(range(len(labels)), labels, rotation=turn, ha="right")
-    if annotate:
+    with _frame((SIZE[0], 4.4), **frame) as ax:
+        look = dict(cmap="RdBu_r", vmin=-top, vmax=top) if signed else dict(cmap="Greys")
+        drawn = ax.imshow(m, aspect="auto", interpolation="nearest", **look)
+        ax.grid(visible=False)
+        for put_ticks, labels, turn in ((ax.set_xticks, xticks, 45), (ax.set_yticks, yticks, 0)):
+            if labels is not None:
+                put_ticks(range(len(labels)), labels, rotation=turn, ha="right")
         low, high = drawn.get_clim()
-        for (i, j), v in np.ndenumerate(m):
+        for (i, j), v in np.ndenumerate(m) if annotate else ():
             dark = abs(v) > 0.6 * top if signed else v > (low + high) / 2
-            at.text(j, i, f"{v:.2g}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
-    if unit:
-        at.figure.colorbar(drawn, ax=at, label=unit)
-    _finish(fig, at, xlabel, ylabel, title, False, False, 0, alt)
+            ax.text(j, i, f"{v:.2g}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
+        if unit:
+            ax.figure.colorbar(drawn, ax=ax, label=unit)
 
 
 def table(rows: Iterable[Any], columns: Sequence[str] | None = None, digits: int = 4, caption: str = "") -> None:
@@ -216,20 +195,6 @@ def _box(x: float, y: float, width: float, height: float, shade: float):
 
     rounded = "round,pad=0,rounding_size=0.12"
     return FancyBboxPatch((x, y), width, height, boxstyle=rounded, facecolor=str(shade), edgecolor="#444444")
-
-
-def _finish(fig, ax, xlabel, ylabel, title, logx, logy, named, alt) -> None:
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    if title:
-        ax.set_title(title)
-    if logx:
-        ax.set_xscale("log")
-    if logy:
-        ax.set_yscale("log")
-    if named > 1:
-        ax.legend(frameon=False)
-    if fig is not None:
-        show(fig, alt or f"{title or ylabel}{f' against {xlabel}' if xlabel else ''}")
 
 
 def _cell(value: Any, digits: int) -> str:

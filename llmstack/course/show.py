@@ -15,7 +15,7 @@ from typing import Any
 
 IMPLEMENTATIONS = {"numpy": "np", "torch": "torch", "triton": "triton"}
 TITLES = {"numpy": "NumPy", "torch": "PyTorch", "triton": "Triton"}
-PRE = "margin:0;padding:.6em;overflow-x:auto;font-size:11px;line-height:1.35;background:#f7f7f7;color:#111"
+PRE = "margin:0;padding:.6em;overflow-x:auto;white-space:pre;font:11px/1.35 monospace;background:#f7f7f7;color:#111"
 
 
 def put(text: str, *, html: str | None = None, png: bytes | None = None, alt: str = "", widget: Any = None) -> None:
@@ -46,7 +46,9 @@ def side_by_side(op: str, backward: bool = False) -> None:
         if backward and gradient:
             parts += [*_kernels(gradient, module), gradient]
         code = "\n\n".join(_source(part) for part in dict.fromkeys(parts))
-        columns.append(f'<div style="flex:1 1 0;min-width:21em"><b>{TITLES.get(name, name)}</b>{highlight(code)}</div>')
+        share = 1 + 0.4 * (len(parts) > 1)  # a kernel's column is the wider one
+        column = f'<div style="flex:{share} 1 0;min-width:15em"><b>{TITLES.get(name, name)}</b>{highlight(code)}</div>'
+        columns.append(column)
     where = relative_path(module)
     page = f'<div style="display:flex;gap:.8em;overflow-x:auto;align-items:flex-start">{"".join(columns)}</div>'
     put(f"{op}: {' | '.join(functions)} ({where})", html=f"<div>{page}<small>{where}</small></div>")
@@ -90,7 +92,7 @@ def highlight(code: str) -> str:
         from pygments.lexers import PythonLexer
     except ImportError:
         return f'<pre style="{PRE}">{html.escape(code)}</pre>'
-    return paint(code, PythonLexer(), HtmlFormatter(noclasses=True, prestyles=PRE, wrapcode=True, style="xcode"))
+    return paint(code, PythonLexer(), HtmlFormatter(noclasses=True, prestyles=PRE, style="xcode"))
 
 
 def _implementations(op: str) -> tuple[ModuleType, dict[str, Callable]]:

@@ -62,9 +62,9 @@ def test_series_differ_without_colour():
 
 def test_bars_stand_where_they_should():
     _, ax = plots.axes("", "")
-    plots.bars({"s": {"a": 1, "b": 2}, "t": {"a": 2, "b": 5}}, ylabel="rows", stacked=True, ax=ax)
+    plots.bars({"s": {"a": 1, "b": 2}, "t": {"a": 2}, "u": {"b": 4, "a": 3}}, ylabel="rows", stacked=True, ax=ax)
     boxes = [(p.get_x(), p.get_width()) for p in ax.patches]
-    assert boxes == [(0, 1), (0, 2), (1, 2), (2, 5)]
+    assert boxes == [(0, 1), (0, 2), (1, 2), (2, 0), (3, 3), (2, 4)]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["a", "b"] and ax.yaxis_inverted()
 
 
