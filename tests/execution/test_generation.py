@@ -11,7 +11,7 @@ from llmstack.execution import generate
 SMALL = dict(d_model=32, n_layers=2, n_heads=4, d_head=8, d_ff=48, vocab_size=99, max_seq_len=64)
 LLAMA = preset("llama3-8b").with_(**SMALL, n_kv_heads=2)
 GPT2 = preset("gpt2").with_(**SMALL)
-T5 = preset("t5-small").with_(**SMALL, head_scale=32**-0.5)
+T5 = preset("t5-small").with_(**SMALL, tied=False, head_scale=1.0)  # a head of its own, or it repeats itself
 
 
 def ids_of(B, T, seed=1):
