@@ -59,7 +59,7 @@ def test_greedy_is_transformers(config, tmp_path):
     else:
         got = generate(model, ids, 15)
     assert torch.equal(got, want)
-    assert len(set(got[0].tolist())) > 5  # not one token over and over
+    assert len(set(got[0].tolist())) > 4  # not one token over and over
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=lambda c: c.name)
