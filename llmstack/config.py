@@ -22,6 +22,7 @@ NORMS = ("layernorm", "rmsnorm", "deepnorm")
 NORM_PLACES = ("pre", "post", "none")
 PLAIN_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 GATED_ACTIVATIONS = ("reglu", "geglu", "geglu_tanh", "swiglu")
+ROUTER_SCORES = ("softmax", "sigmoid")
 POSITIONS = ("learned", "sinusoidal", "rope", "alibi", "relative", "none")
 RECOMPUTE = ("none", "selective", "full")
 
@@ -98,6 +99,12 @@ class ModelConfig:
     dense_layers: int = 0  # leading layers with a plain FFN
     expert_every: int = 1  # every n-th layer has experts
     router_bias: bool = False  # one correction for each expert (DeepSeek-V3)
+    router_score: str = "softmax"  # or "sigmoid" (DeepSeek-V3)
+    router_norm: bool = True  # the gates of a token's experts sum to one
+    router_scale: float = 1.0  # on the gates
+    router_groups: int = 1  # experts stand in groups (on devices); a token uses router_groups_kept of them
+    router_groups_kept: int = 1
+    expert_capacity: int = 0  # tokens of one sequence that an expert takes; 0: all
 
     # multi-head latent attention; kv_lora_rank 0: none
     q_lora_rank: int = 0
@@ -147,7 +154,7 @@ class ModelConfig:
             if getattr(self, field) < 1:
                 self._refuse(field, "it must be at least 1")
         choices = {"kind": KINDS, "norm": NORMS, "norm_place": NORM_PLACES, "positions": POSITIONS}
-        choices["activation"] = PLAIN_ACTIVATIONS + GATED_ACTIVATIONS
+        choices |= {"activation": PLAIN_ACTIVATIONS + GATED_ACTIVATIONS, "router_score": ROUTER_SCORES}
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 self._refuse(field, f"it must be one of {', '.join(allowed)}")
@@ -161,6 +168,10 @@ class ModelConfig:
             self._refuse("top_k", f"there are only n_experts = {self.n_experts}")
         if self.n_experts and not self.top_k:
             self._refuse("top_k", "a model with experts sends each token to at least one")
+        if not 0 < self.router_groups_kept <= self.router_groups or self.n_experts % self.router_groups:
+            self._refuse("router_groups", "n_experts must divide by it, and router_groups_kept be 1 to router_groups")
+        if self.top_k > self.n_experts // self.router_groups * self.router_groups_kept:
+            self._refuse("top_k", "the groups that are kept have fewer experts; keep more of them")
         if self.dense_layers > self.n_layers:
             self._refuse("dense_layers", f"there are only n_layers = {self.n_layers}")
         if self.kv_lora_rank and not (self.qk_nope_head_dim and self.qk_rope_head_dim and self.v_head_dim):

@@ -43,13 +43,17 @@ def positions_of(real: Tensor) -> Tensor:
 class ContiguousCache:
     """Room for `max_len` tokens of `batch` sequences in every layer, taken when it is made.
 
-    Bytes: 2 L B K max_len Dh times the bytes of a value. Raises ValueError when a pass needs more room.
+    Values: 2 L B K max_len Dh; with latent attention L B max_len (kv_lora_rank + qk_rope_head_dim). Raises ValueError
+    when a pass needs more room.
     """
 
     def __init__(self, config: ModelConfig, batch: int, max_len: int, device=None, dtype=torch.float32):
-        shape = (config.n_layers, batch, config.n_kv_heads, max_len, config.d_head)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)  # [L, B, K, max_len, Dh]
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        if config.kv_lora_rank:  # of latent attention: the latent, and the key for positions
+            heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
+        else:
+            heads, widths = config.n_kv_heads, (config.d_head, config.d_head)
+        room = lambda width: torch.zeros(config.n_layers, batch, heads, max_len, width, device=device, dtype=dtype)
+        self.k, self.v = map(room, widths)  # [L, B, K, max_len, Dh]
         self.real = torch.zeros(batch, max_len, dtype=torch.bool, device=device)
         self.memories: dict[int, Pair] = {}
         self.length = 0

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from llmstack.architectures.decoder import Decoder
 from llmstack.architectures.encoder import Encoder
 from llmstack.architectures.encoder_decoder import EncoderDecoder
-from llmstack.architectures.hf import OWN, CheckpointError, config_from_hf, config_to_hf, family, pieces
+from llmstack.architectures.hf import OWN, CheckpointError, config_from_hf, config_to_hf, family
+from llmstack.architectures.hf_tensors import pieces
 from llmstack.config import ConfigError, ModelConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -34,9 +35,8 @@ CONVERT = (
 
 def build(config: ModelConfig, seed: int = 0, device="cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model of that shape with weights drawn from `seed`. On device "meta" it has shapes and no storage."""
-    for dial in ("n_experts", "d_state", "kv_lora_rank"):
-        if getattr(config, dial):
-            raise ConfigError(f"{config.name}: build makes dense Transformers, but {dial} = {getattr(config, dial)}")
+    if config.d_state:
+        raise ConfigError(f"{config.name}: build makes Transformers, but d_state = {config.d_state}")
     with torch.device(device):
         return CLASSES[config.kind](config, seed).to(dtype)
 
@@ -63,7 +63,13 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device="cpu") -> 
                     raise CheckpointError(_mismatch(folder, config, name, shape, want))
                 whole = shard.get_tensor(places[name][1])
                 for ours, tensor in zip(wanted[name].ours, wanted[name].split(whole, [len(p) for p in parts])):
-                    kept = tensor.to(device, dtype).contiguous()
+                    kept, at = tensor.to(device, dtype).contiguous(), wanted[name].expert
+                    if at is not None:  # one of the matrices that ours are stacked from
+                        room = (
+                            state[ours] if ours in state else torch.empty(mine[ours].shape, device=device, dtype=dtype)
+                        )
+                        room.data[at] = kept
+                        kept = room.data
                     state[ours] = nn.Parameter(kept, requires_grad=mine[ours].requires_grad)
     first = {id(p): name for name, p in mine.items()}
     for name, p in model.named_parameters(remove_duplicate=False):

@@ -92,7 +92,8 @@ def prepare(
             -alibi_slopes(config.n_heads).to(ids.device)[:, None, None] * back.abs()[:, None]
         )  # [B or 1, H, T, S]
     if config.positions == "rope":
-        turns = rope_frequencies(config.rope_dims or config.d_head, config.rope_theta, config.rope_scaling)
+        rotated = config.qk_rope_head_dim or config.rope_dims or config.d_head
+        turns = rope_frequencies(rotated, config.rope_theta, config.rope_scaling)
         now.rotation = rope_tables(queries, turns.to(ids.device))
     return now, queries
 

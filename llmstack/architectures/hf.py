@@ -1,8 +1,7 @@
 """Hugging Face's layout in both directions: a family's config.json as dials, and its tensor names as ours.
 
 data/layouts.toml lists the names. Here is what a list cannot say: RoPE's two spellings, T5's `feed_forward_proj`,
-Falcon's flags; and how a stored tensor holds several of our parameters. GPT-2 stacks q, k, v and stores the matrix
-transposed; BLOOM, Falcon and GPT-NeoX stack them by key-value head.
+Falcon's flags, where DeepSeek's experts stand in groups. hf_tensors.py says which tensor holds which parameters.
 
 A model that its family's config.json cannot express (GPT-3's bands, PaLM, the 2017 Transformer) keeps its dials as they
 are, under model_type "llmstack", and its tensors under our names.
@@ -10,13 +9,9 @@ are, under model_type "llmstack", and its tensors under our names.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from llmstack import facts
 from llmstack.config import ModelConfig, from_fields
@@ -208,6 +203,51 @@ def _read_opt(raw: dict) -> dict:
     return dict(norm_place="pre" if before else "post", final_norm=before and not raw.get("_remove_final_layer_norm"))
 
 
+def _read_mixtral(raw: dict) -> dict:
+    return dict(d_expert=raw["intermediate_size"])
+
+
+def _read_deepseek(raw: dict) -> dict:
+    v3 = raw["model_type"] == "deepseek_v3"
+    heads = raw["num_attention_heads"]
+    _agree(raw, ("num_key_value_heads", heads), ("attention_bias", False), ("norm_topk_prob", v3))
+    limited = v3 or raw.get("topk_method", "greedy") == "group_limited_greedy"
+    groups = (raw.get("n_group") or 1, raw.get("topk_group") or 1) if limited else (1, 1)
+    sizes = {key: raw.get(key, default) for key, default in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64))}
+    dials = dict(router_groups=groups[0], router_groups_kept=groups[1], d_head=sum(sizes.values()))
+    return dials | dict(q_lora_rank=raw.get("q_lora_rank", 1536) or 0, **sizes)
+
+
+def _write_deepseek(config: ModelConfig) -> dict:
+    v3, grouped = config.model_type == "deepseek_v3", config.router_groups > 1
+    raw = dict(q_lora_rank=config.q_lora_rank or None, num_key_value_heads=config.n_heads, norm_topk_prob=v3)
+    raw |= dict(n_group=config.router_groups, topk_group=config.router_groups_kept)
+    return raw | ({} if v3 else dict(topk_method="group_limited_greedy" if grouped else "greedy"))
+
+
+def _read_switch(raw: dict) -> dict:
+    layers = raw["num_layers"]
+    sparse = [raw.get(f"num_sparse_{side}_layers", 3) for side in ("encoder", "decoder")]
+    every = layers // sparse[0] if sparse[0] else 0
+    if every not in (1, 2) or sparse[0] != sparse[1]:
+        raise CheckpointError(
+            f"num_sparse_encoder_layers, num_sparse_decoder_layers = {sparse} of {layers} layers; only all layers or "
+            "every second one, on both sides alike, can have experts"
+        )
+    _agree(raw, ("num_decoder_layers", layers), ("router_bias", False))
+    activation = _activation(raw.get("dense_act_fn", "relu"), PLAIN)
+    tied = raw.get("tie_word_embeddings", True)
+    scale = raw["d_model"] ** -0.5 if tied else 1.0
+    return dict(expert_every=every, activation=activation, tied=tied, head_scale=scale, d_expert=raw["d_ff"])
+
+
+def _write_switch(config: ModelConfig) -> dict:
+    sparse = config.n_layers // config.expert_every
+    raw = dict(num_sparse_encoder_layers=sparse, num_sparse_decoder_layers=sparse, num_decoder_layers=config.n_layers)
+    raw |= dict(dense_act_fn=config.activation, tie_word_embeddings=config.tied, is_encoder_decoder=True)
+    return raw | dict(decoder_start_token_id=0)
+
+
 READ = {
     "qwen2": lambda raw: _agree(raw, ("use_sliding_window", False)) or {},
     "openai-gpt": lambda raw: {"activation": _activation(raw.get("afn", "gelu"), GPT1)},
@@ -219,6 +259,10 @@ READ = {
     "t5": _read_t5,
     "marian": _read_sides,
     "whisper": _read_sides,
+    "mixtral": _read_mixtral,
+    "deepseek_v2": _read_deepseek,
+    "deepseek_v3": _read_deepseek,
+    "switch_transformers": _read_switch,
 }
 WRITE = {
     "mistral": lambda config: {"sliding_window": config.sliding_window or None},
@@ -231,55 +275,8 @@ WRITE = {
     "t5": _write_t5,
     "marian": _write_sides,
     "whisper": _write_sides,
+    "mixtral": lambda config: {"sliding_window": config.sliding_window or None},
+    "deepseek_v2": _write_deepseek,
+    "deepseek_v3": _write_deepseek,
+    "switch_transformers": _write_switch,
 }
-
-
-@dataclass
-class Piece:
-    """One stored tensor and the parameters in it, in their order."""
-
-    ours: list[str]
-    conv1d: bool = False  # stored [in, out]
-    groups: int = 0  # stacked by this many key-value heads
-    row: bool = False  # a vector stored as a matrix of one row
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        if self.groups and len(parts) > 1:
-            whole = torch.cat([p.unflatten(0, (self.groups, -1)) for p in parts], 1).flatten(0, 1)
-        else:
-            whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return whole[None] if self.row else whole.t() if self.conv1d and whole.ndim == 2 else whole
-
-    def split(self, whole: Tensor, rows: list[int]) -> list[Tensor]:
-        whole = whole[0] if self.row else whole.t() if self.conv1d and whole.ndim == 2 else whole
-        if len(rows) == 1:
-            return [whole]
-        if self.groups:
-            grouped = whole.unflatten(0, (self.groups, -1))  # [K, rows of a group, ...]
-            return [p.flatten(0, 1) for p in grouped.split([r // self.groups for r in rows], 1)]
-        return list(whole.split(rows))
-
-
-def pieces(config: ModelConfig, names: list[str], own: bool) -> dict[str, Piece]:
-    """Every tensor of the checkpoint of a model whose parameters have these names (tied ones once); `own`: ours."""
-    if own:
-        return {name: Piece([name]) for name in names}
-    entry, out = family(config.model_type), {}
-    top = {ours: theirs.replace("{}", entry["prefix"]) for ours, theirs in entry["top"].items()}
-    inner = dict(entry["inner"])
-    if config.gated and config.model_type == "t5":
-        inner |= {f"{side}.ffn.up": inner[f"{side}.ffn.up"] + "_1" for side in ("encoder", "decoder")}
-    if config.model_type == "falcon" and config.parallel and config.parallel_norms == 2:
-        inner |= {"norm1": "ln_attn", "norm2": "ln_mlp"}
-    for name in names:
-        module, _, leaf = name.rpartition(".")
-        if name in top or module in top:
-            theirs = top.get(name) or f"{top[module]}.{leaf}"
-            out[theirs] = Piece([name], row=theirs == "final_logits_bias")
-            continue
-        way, layer, part = re.fullmatch(r"(.*blocks)\.(\d+)\.(.+)", module).groups()
-        part = inner.get(way.removesuffix("blocks") + part) or inner[part]
-        theirs = f"{entry['blocks'][way]}.{layer}.{part}.{leaf}".replace("{}", entry["prefix"])
-        piece = out.setdefault(theirs, Piece([], entry["conv1d"], config.n_kv_heads if entry["grouped"] else 0))
-        piece.ours.append(name)
-    return out

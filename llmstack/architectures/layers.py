@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from llmstack.architectures.cache import Cache
+from llmstack.architectures.mla import LatentAttention
+from llmstack.architectures.moe import Experts, MoE
 from llmstack.config import ModelConfig
 from llmstack.ops.activations import ACTIVATIONS_TORCH
 from llmstack.ops.attention import attention_torch
@@ -116,12 +118,13 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """act(x U + b) D + c, or with a gate (act(x G) ⊙ x U) D (Shazeer 2020, arXiv:2002.05202). [..., D] -> [..., D]."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, width: int = 0):
         super().__init__()
+        width = width or config.d_ff
         self.act = (GLU_TORCH if config.gated else ACTIVATIONS_TORCH)[config.activation]
-        self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.ffn_bias) if config.gated else None
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.ffn_bias)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.ffn_bias)
+        self.gate = nn.Linear(config.d_model, width, bias=config.ffn_bias) if config.gated else None
+        self.up = nn.Linear(config.d_model, width, bias=config.ffn_bias)
+        self.down = nn.Linear(width, config.d_model, bias=config.ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.act(self.up(x)) if self.gate is None else self.act(self.gate(x), self.up(x))  # [..., F]
@@ -136,12 +139,16 @@ class Block(nn.Module):
         self.place, self.parallel = config.norm_place, config.parallel
         self.alpha = deepnorm_constants(config.n_layers, config.kind, side or "encoder")[0]
         normed = self.place != "none"
-        self.attention = Attention(config, layer)
+        self.attention = LatentAttention(config, layer) if config.kv_lora_rank else Attention(config, layer)
         self.norm1 = Norm(config) if normed else None
         if cross:
             self.cross = Attention(config, layer, cross=True)
             self.norm_cross = Norm(config) if normed else None
-        self.ffn = FeedForward(config)
+        if config.has_experts(layer):
+            common = config.n_shared_experts * config.d_expert
+            self.ffn = MoE.of(config, FeedForward(config, common) if common else None)
+        else:
+            self.ffn = FeedForward(config)
         self.norm2 = Norm(config) if normed and not (self.parallel and config.parallel_norms == 1) else None
 
     def residual(self, x: Tensor, norm: Norm | None, f) -> Tensor:
@@ -191,6 +198,11 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
             draw(module.weight, std, rng)
             if module.bias is not None:
                 module.bias.zero_()
+        elif isinstance(module, Experts):
+            for matrix in module.matrices():
+                draw(matrix, spread(matrix.shape[-1]), rng)
+            if not two_sided and config.norm_place == "pre":
+                module.down /= (2 * config.n_layers) ** 0.5
 
 
 def deepnorm_std(path: str, module: nn.Linear, config: ModelConfig) -> float:

@@ -26,7 +26,7 @@ import torch
 from tokenizers import decoders, pre_tokenizers
 
 from llmstack import facts
-from llmstack.architectures import audio, checkpoints, ct2, gguf, hf
+from llmstack.architectures import audio, checkpoints, ct2, gguf, hf, hf_tensors
 from llmstack.architectures.cache import ContiguousCache
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _assemble(raw: dict[str, Any], tensors: dict[str, Tensor], name: str) -> nn.
     config = hf.config_from_hf(raw, name)
     model = checkpoints.build(config, device="meta")
     mine = dict(model.named_parameters())  # tied ones once
-    pieces = hf.pieces(config, list(mine), own=False)
+    pieces = hf_tensors.pieces(config, list(mine), own=False)
     if missing := sorted(set(pieces) - set(tensors)):
         raise hf.CheckpointError(f"the file of {name} lacks {', '.join(missing[:4])}: install its package again")
     state = {}

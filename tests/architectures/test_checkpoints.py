@@ -219,6 +219,6 @@ def test_a_config_that_no_dial_can_say(folder, change, match):
         load(folder)
 
 
-def test_only_dense_transformers_are_built():
-    with pytest.raises(ConfigError, match="n_experts = 8"):
-        build(preset("mixtral-8x7b"), device="meta")
+def test_only_transformers_are_built():
+    with pytest.raises(ConfigError, match="d_state = 16"):
+        build(preset("mamba-130m"), device="meta")
