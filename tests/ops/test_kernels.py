@@ -75,7 +75,8 @@ table = torch.ones(3, 2)
 calls = dict(softmax=[x], rmsnorm=[x, x[0, 0, 0]], layernorm=[x, x[0, 0, 0]], glu=[x, x], rope=[x, table, table])
 calls["cross_entropy"] = [x, ids]
 with_kernels = {name for name, m in modules.items() if any(n.endswith("_triton") for n in vars(m))}
-assert with_kernels == set(calls), with_kernels
+assert with_kernels >= set(calls), with_kernels
+assert not [n for n in with_kernels if "triton" in getattr(modules[n], "IMPLS", {})]
 for name, args in calls.items():
     impls = modules[name].IMPLS
     assert list(impls) == ["numpy", "torch"], (name, list(impls))
