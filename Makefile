@@ -28,6 +28,7 @@ test: $(VENV)/.test lint size
 
 test-slow: $(VENV)/.test
 	$(PYTEST) -m "slow and not gpu" --junitxml=results/slow.xml --timeout=1200 tests
+	LLMSTACK_JUNIT=results/slow.xml $(BIN)/python -m pytest tests/test_ledger.py
 
 quick: $(VENV)/.test lint size
 	$(PYTEST) -m "not slow and not gpu" --timeout=120 tests

@@ -117,9 +117,13 @@ class System:
     module: str = ""  # dotted path
     notebook: str = ""  # path from the checkout's root
     heading: str = ""  # a heading in that notebook
-    test: str = ""  # tests/file.py::test_name
+    test: str | list[str] = ""  # tests/file.py::test_name, or several
     same_as: str = ""
     note: str = ""
+
+    @property
+    def tests(self) -> list[str]:
+        return [self.test] * bool(self.test) if isinstance(self.test, str) else self.test
 
 
 @dataclass(frozen=True)
