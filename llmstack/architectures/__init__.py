@@ -6,7 +6,7 @@ load(path) -> model                   save(model, path)
 
 from importlib import import_module
 
-_FRONT = {"build": "checkpoints", "load": "checkpoints", "save": "checkpoints", "pretrained": "pretrained"}
+_FRONT = {"build": "checkpoints", "load": "checkpoints", "save": "checkpoints", "pretrained": "zoo"}
 
 __all__ = list(_FRONT)
 

@@ -12,12 +12,10 @@ A file is read where the package lies; the package itself is never imported. Wei
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -257,13 +255,3 @@ def transcribe(model: nn.Module, tokenizer: Tokenizer, samples: np.ndarray, max_
         said.append(int(model.decode(torch.tensor([ids]), memory, cache=cache)[0, -1].argmax()))
         ids = said[-1:]
     return tokenizer.decode(said).strip()
-
-
-class _Door(ModuleType):
-    """Importing this module puts it in the place of the function `architectures.pretrained`: so it answers too."""
-
-    def __call__(self, name: str | Path) -> tuple[nn.Module, Tokenizer]:
-        return pretrained(name)
-
-
-sys.modules[__name__].__class__ = _Door

