@@ -23,7 +23,8 @@ from llmstack.architectures.encoder import Encoder
 from llmstack.architectures.encoder_decoder import EncoderDecoder
 from llmstack.architectures.hf import OWN, CheckpointError, config_from_hf, config_to_hf, family
 from llmstack.architectures.hf_tensors import pieces
-from llmstack.config import ConfigError, ModelConfig
+from llmstack.architectures.ssm import Mamba
+from llmstack.config import ModelConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CLASSES = {"decoder": Decoder, "encoder": Encoder, "encoder-decoder": EncoderDecoder}
@@ -35,10 +36,8 @@ CONVERT = (
 
 def build(config: ModelConfig, seed: int = 0, device="cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model of that shape with weights drawn from `seed`. On device "meta" it has shapes and no storage."""
-    if config.d_state:
-        raise ConfigError(f"{config.name}: build makes Transformers, but d_state = {config.d_state}")
     with torch.device(device):
-        return CLASSES[config.kind](config, seed).to(dtype)
+        return (Mamba if config.d_state else CLASSES[config.kind])(config, seed).to(dtype)
 
 
 def load(path: str | Path, dtype: torch.dtype = torch.float32, device="cpu") -> nn.Module:

@@ -249,6 +249,7 @@ def _write_switch(config: ModelConfig) -> dict:
 
 
 READ = {
+    "mamba": lambda raw: _agree(raw, ("use_bias", False), ("use_conv_bias", True)) or {},
     "qwen2": lambda raw: _agree(raw, ("use_sliding_window", False)) or {},
     "openai-gpt": lambda raw: {"activation": _activation(raw.get("afn", "gelu"), GPT1)},
     "bloom": lambda raw: _agree(raw, ("apply_residual_connection_post_layernorm", False)) or {},

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmstack.architectures.cache import ContiguousCache
+from llmstack.architectures.ssm import StateCache
 
 
 @torch.no_grad()
@@ -53,7 +54,10 @@ def generate(
             f"{config.name}; shorten the prompt or ask for fewer"
         )
     weight = next(model.parameters())
-    cache = ContiguousCache(config, B, T + max_new_tokens, weight.device, weight.dtype)
+    if config.d_state:
+        cache = StateCache(config, B, weight.device, weight.dtype)
+    else:
+        cache = ContiguousCache(config, B, T + max_new_tokens, weight.device, weight.dtype)
     rng = None if temperature == 0 else torch.Generator(ids.device)
     if rng is not None:
         rng.manual_seed(seed) if seed is not None else rng.seed()

@@ -219,6 +219,6 @@ def test_a_config_that_no_dial_can_say(folder, change, match):
         load(folder)
 
 
-def test_only_transformers_are_built():
+def test_a_state_space_is_a_decoder():
     with pytest.raises(ConfigError, match="d_state = 16"):
-        build(preset("mamba-130m"), device="meta")
+        build(preset("mamba-130m").with_(kind="encoder"), device="meta")
