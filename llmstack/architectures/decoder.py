@@ -29,13 +29,16 @@ class Decoder(nn.Module):
         self.out = Head(config, self.embed)
         initialise(self, config, seed)
 
-    def forward(self, ids: Tensor, padding: Tensor | None = None, cache: Cache | None = None, keep: int = 0) -> Tensor:
+    def forward(
+        self, ids: Tensor, padding: Tensor | None = None, cache: Cache | None = None, keep: int = 0, **how
+    ) -> Tensor:
         """Logits [B, T, V] of ids [B, T]; with `keep`, of the last `keep` positions only.
 
         `padding` [B, T] is True at real tokens, which may stand left or right: positions count real tokens. With a
-        cache, ids follow what the cache holds. Raises ValueError on ids that are empty, out of range or too long.
+        cache, ids follow what the cache holds. `pattern` and `positions` (how) as ends.prepare takes them: who may look
+        at whom within the past, and other positions. Raises ValueError on ids that are empty, out of range or too long.
         """
-        for x in self.states(ids, padding, cache):
+        for x in self.states(ids, padding, cache, **how):
             last = x
         return self.out(last[:, -keep:] if keep else last)
 
@@ -43,11 +46,11 @@ class Decoder(nn.Module):
         """The embedding's output and each block's, L + 1 of [B, T, D]; the last one after the final norm."""
         return list(self.states(ids, padding))
 
-    def states(self, ids: Tensor, padding: Tensor | None = None, cache: Cache | None = None) -> Iterator[Tensor]:
+    def states(self, ids: Tensor, padding: Tensor | None = None, cache: Cache | None = None, **how) -> Iterator[Tensor]:
         """The hidden states one after the other, so that a pass holds only the newest."""
         table = self.config.max_seq_len if self.config.positions == "learned" else 0
         check_ids(ids, self.config, start=cache.length if cache is not None else 0, table=table)
-        now, positions = prepare(self.config, ids, padding, cache)
+        now, positions = prepare(self.config, ids, padding, cache, **how)
         x = self.embed(ids, positions)  # [B, T, D]
         for block in self.blocks:
             yield x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -62,11 +64,19 @@ class Head(nn.Module):
 
 
 def prepare(
-    config: ModelConfig, ids: Tensor, padding: Tensor | None = None, cache: Cache | None = None, causal: bool = True
+    config: ModelConfig,
+    ids: Tensor,
+    padding: Tensor | None = None,
+    cache: Cache | None = None,
+    causal: bool = True,
+    pattern: Callable[[Tensor, Tensor], Tensor] | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Pass, Tensor]:
     """What every layer of a pass over ids [B, T] needs to know, and the positions [B or 1, T] of the tokens.
 
     `padding` [B, T] is True at real tokens; positions count those, so a sequence means the same padded left or right.
+    `pattern`, a mask of efficient_attention or any predicate over places of queries [T, 1] and keys [S], narrows what
+    a token may see. `positions` [T] or [B, T] replace the count; what is causal then follows the places.
     """
     if padding is not None and padding.shape != ids.shape:
         shapes = f"{list(ids.shape)}, True at real tokens; got {list(padding.shape)}"
@@ -78,10 +88,19 @@ def prepare(
     else:
         queries = keys = positions_of(padding) if padded else torch.arange(ids.shape[1], device=ids.device)[None]
         real = padding if padded else padding[:1]
+    if positions is not None:
+        if cache is not None or positions.shape[-1] != ids.shape[1]:
+            raise ValueError(f"positions {list(positions.shape)} go with a pass over {ids.shape[1]} tokens, uncached")
+        queries = keys = positions.expand(max(1, positions.numel() // ids.shape[1]), -1)
     back = queries[:, :, None] - keys[:, None, :]  # [B or 1, T, S]: how far behind its query a key stands
     now = Pass(cache=cache, back=back)
-    allowed = real[:, None, :] & (back >= 0) if causal else real[:, None, :]  # [B or 1, T or 1, S]
-    if padded or cache is not None:
+    place = torch.arange(real.shape[1], device=ids.device)
+    first = real.shape[1] - ids.shape[1]
+    order = back >= 0 if positions is None else place[first:, None] >= place
+    allowed = real[:, None, :] & order if causal else real[:, None, :]  # [B or 1, T or 1, S]
+    if pattern is not None:
+        allowed = allowed & pattern(place[first:, None], place)
+    if padded or cache is not None or pattern is not None or positions is not None:
         now.mask = allowed[:, None]  # [B or 1, 1, T or 1, S]
     else:
         now.causal = causal

@@ -73,14 +73,14 @@ modules = {m.name: import_module("llmstack.ops." + m.name) for m in iter_modules
 x, ids = torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, dtype=torch.long)
 table = torch.ones(3, 2)
 calls = dict(softmax=[x], rmsnorm=[x, x[0, 0, 0]], layernorm=[x, x[0, 0, 0]], glu=[x, x], rope=[x, table, table])
-calls["cross_entropy"] = [x, ids]
+calls |= {"cross_entropy": [x, ids], "banded": [x, x, x, 1]}
 with_kernels = {name for name, m in modules.items() if any(n.endswith("_triton") for n in vars(m))}
 assert with_kernels >= set(calls), with_kernels
 assert not [n for n in with_kernels if "triton" in getattr(modules[n], "IMPLS", {})]
 for name, args in calls.items():
     impls = modules[name].IMPLS
     assert list(impls) == ["numpy", "torch"], (name, list(impls))
-    impls["torch"](*args), impls["numpy"](*(a.numpy() for a in args))
+    impls["torch"](*args), impls["numpy"](*(a.numpy() if torch.is_tensor(a) else a for a in args))
     launcher = next(f for n, f in vars(modules[name]).items() if n.endswith("_triton"))
     try:
         launcher(*args)
