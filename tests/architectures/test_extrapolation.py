@@ -13,10 +13,8 @@ SHORT, LONG = 48, 192
 
 @pytest.fixture(scope="module")
 def data():
-    train, held_out = (
-        torch.tensor(list("\n".join(d.text for d in part[:40]).encode()))
-        for part in corpus.split(corpus.documents(["bible"]))
-    )
+    parts = corpus.split(corpus.documents(["bible"]))
+    train, held_out = (torch.tensor(list("\n".join(d.text for d in part[:40]).encode())) for part in parts)
     return train, held_out
 
 

@@ -18,8 +18,7 @@ import tokenizers
 import torch
 
 from llmstack import facts
-from llmstack.architectures import audio, ct2, gguf
-from llmstack.architectures import zoo
+from llmstack.architectures import audio, ct2, gguf, zoo
 from llmstack.architectures.zoo import (
     MissingModel,
     Tokenizer,
