@@ -105,7 +105,7 @@ class MoE(nn.Module):
         order = routing.expert.argsort(stable=True)
         token, gate = routing.token[order], routing.gate[order].to(x.dtype)
         y = self.experts(x[token], routing.load.tolist()) * gate[:, None]  # [M, D]
-        return torch.zeros_like(x).index_add(0, token, y)
+        return y.new_zeros(len(x), y.shape[1]).index_add(0, token, y)
 
 
 class SoftMoE(nn.Module):

@@ -44,7 +44,8 @@ class Routing:
     @property
     def dropped(self) -> float:
         """The share of the wanted assignments that found no room."""
-        return 1 - len(self.token) / max(int(self.asked.sum()), 1)
+        asked = int(self.asked.sum())
+        return 1 - len(self.token) / asked if asked else 0.0
 
     def matrix(self) -> Tensor:
         """The gates as [N, E], zero where a token does not go."""
@@ -110,7 +111,7 @@ def place(
     G, N, E = scores.shape
     token = torch.arange(G * N, device=scores.device).view(G, N, 1).expand_as(expert)
     if by_score:
-        first = gate.max(-1, keepdim=True).values.argsort(1, descending=True, stable=True).expand_as(expert)
+        first = gate.max(-1, keepdim=True).values.argsort(dim=1, descending=True, stable=True).expand_as(expert)
         token, expert, gate = (y.gather(1, first) for y in (token, expert, gate))
         keep = None if keep is None else keep.gather(1, first)
     token, expert, gate = (y.movedim(-1, 0).reshape(-1) for y in (token, expert, gate))  # [k · G · N]

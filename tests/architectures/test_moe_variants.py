@@ -1,0 +1,362 @@
+"""What has been made of the expert layer, each held against its definition: depth, sharing, stages, fusion, order."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmstack.architectures import build, grid_world, moe_1991, pretrained, routers
+from llmstack.architectures.layers import Block, FeedForward, Pass
+from llmstack.architectures.moe import Experts, MoE
+from llmstack.architectures.moe_variants import (
+    Buffer,
+    Fusion,
+    MixtureOfDepths,
+    MoEfied,
+    StableRouter,
+    TaskMoE,
+    balanced_k_means,
+    fluctuation,
+    share,
+)
+from llmstack.architectures.routers import top_k
+from llmstack.config import ModelConfig
+from llmstack.ops.rope import rope_frequencies, rope_tables
+
+D = 16
+CONFIG = ModelConfig("small", D, 2, 2, 40, d_ff=24, n_experts=4, top_k=2, d_expert=12)
+
+
+def rand(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def descend(loss_of, parameters, steps, lr=1e-2):
+    optimizer = torch.optim.Adam(list(parameters), lr)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(step).backward()
+        optimizer.step()
+
+
+# ---- Mixture-of-Depths
+
+
+def depths(capacity, gated=True, T=12):
+    torch.manual_seed(0)
+    block = Block(CONFIG.with_(n_experts=0, top_k=0))
+    now = Pass(causal=True, rotation=rope_tables(torch.arange(T)[None], rope_frequencies(8)))
+    return MixtureOfDepths(block, D, capacity, gated), block, now
+
+
+def test_all_tokens_at_depth_are_the_dense_block():
+    mod, block, now = depths(1.0, gated=False)
+    x = rand(3, 12, D)
+    torch.testing.assert_close(mod(x, now), block(x, now))
+
+
+def test_half_the_tokens_see_each_other_and_the_rest_pass():
+    """Against the whole block with a mask that shows the chosen tokens only."""
+    mod, block, now = depths(0.5)
+    x = rand(3, 12, D)
+    y, score = mod(x, now), mod.router(x)[..., 0]
+    for b in range(3):
+        chosen = torch.zeros(12, dtype=torch.bool)
+        chosen[score[b].topk(6).indices] = True
+        mask = (chosen & torch.ones(12, 12, dtype=torch.bool).tril())[None, None]
+        whole = block(x[b : b + 1], Pass(mask=mask, rotation=now.rotation))[0]
+        want = x[b] + score[b, :, None] * (whole - x[b])
+        torch.testing.assert_close(y[b, chosen], want[chosen])
+        assert torch.equal(y[b, ~chosen], x[b, ~chosen])
+    assert torch.autograd.grad(y.sum(), mod.router.weight)[0].abs().max() > 0, "the gate teaches the router"
+
+
+@pytest.mark.parametrize("capacity", [0.125, 0.5, 1.0])
+def test_operations_follow_the_capacity(capacity):
+    """Matrices in proportion to it, scores of the attention to its square."""
+    mod, _, now = depths(capacity, T=64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # fused ones are not counted
+        mod(rand(1, 64, D), now)
+    n, matrices = 64 * capacity, 2 * (4 * D * D + 3 * D * 24)
+    assert counter.get_total_flops() == n * matrices + 4 * n * n * D + 64 * 2 * D
+
+
+def test_depths_at_the_edges():
+    x = rand(2, 12, D)
+    mod, _, now = depths(0.0)
+    assert torch.equal(mod(x, now), x)
+    with pytest.raises(ValueError, match=r"capacity = 1.5.*0 to 1"):
+        depths(1.5)
+    with pytest.raises(ValueError, match="without padding"):
+        mod(x, Pass(mask=torch.ones(1, 1, 12, 12, dtype=torch.bool)))
+
+
+# ---- WideNet and V-MoE
+
+
+def test_shared_experts_make_depth_free():
+    """Two blocks or eight: the same matrices, and two norms for each layer more."""
+    made = {}
+    for depth in (2, 8):
+        blocks = nn.ModuleList(Block(CONFIG, layer) for layer in range(depth))
+        share(blocks)
+        made[depth] = blocks
+    count = lambda blocks: sum(p.numel() for p in blocks.parameters())
+    assert count(made[8]) - count(made[2]) == 6 * 2 * D
+    patches, seen = rand(2, 9, D), []
+    for block in made[8]:
+        patches = block(patches, Pass())
+        seen.append(block.ffn.last.expert)
+    patches.sum().backward()
+    assert all(p.grad is not None for p in made[8].parameters() if p.requires_grad)
+    assert not all(torch.equal(seen[0], other) for other in seen[1:]), "each layer routes in its own way"
+
+
+def test_batch_priority_keeps_the_patches_that_matter():
+    """Pictures of 16 patches: one tells the class, the rest are faint noise. Trained with room for all; with
+    room for 4 of them, placing patches by score keeps what placing them in order loses."""
+    rng, patterns = torch.Generator().manual_seed(0), rand(8, D, seed=1)
+
+    def pictures(n):
+        label = torch.randint(8, (n,), generator=rng)
+        x = 0.3 * torch.randn(n, 16, D, generator=rng)
+        x[torch.arange(n), torch.randint(16, (n,), generator=rng)] += patterns[label] * 1.5
+        return x, label % 2  # which no linear map of the patch gives
+
+    torch.manual_seed(0)
+    moe, head = MoE(Experts(4, D, 16, "relu"), lambda h: top_k(h, 1, normalise=False)), nn.Linear(D, 2)
+    answer = lambda x: head(moe(x).mean(1) * 4)
+
+    def loss(step):
+        x, label = pictures(256)
+        return nn.functional.cross_entropy(answer(x), label) + 0.02 * routers.balance_loss(moe.last)
+
+    descend(loss, [*moe.parameters(), *head.parameters()], 200)
+    x, label = pictures(512)
+    right = {}
+    for name, how in {"all": {}, "in order": dict(capacity=1), "by score": dict(capacity=1, by_score=True)}.items():
+        moe.select = lambda h, how=how: top_k(h, 1, normalise=False, **how)
+        right[name] = float((answer(x).argmax(1) == label).float().mean())
+    assert right["all"] > 0.9 and right["by score"] > right["in order"] + 0.1, right
+
+
+# ---- StableMoE
+
+
+def test_the_frozen_router_no_longer_moves():
+    torch.manual_seed(0)
+    words, router = nn.Embedding(30, D), StableRouter(30, 4)
+    moe, goal = MoE(Experts(4, D, 12), router), rand(30, D, seed=5)
+    ids = router.ids = torch.arange(30)[None]
+
+    def loss(step):
+        miss = (moe(words(ids)) - goal[ids]).square().mean() + 0.02 * routers.balance_loss(moe.last)
+        return miss if router.frozen else miss + router.distilling
+
+    moved = []
+
+    def train(steps):
+        before = None
+        for _ in range(4):
+            descend(loss, [*words.parameters(), *moe.parameters()], steps // 4, lr=3e-2)
+            moe(words(ids))
+            moved.append(0.0 if before is None else fluctuation(before, moe.last))
+            before = moe.last
+
+    train(120)
+    learnt = moe.last
+    assert max(moved) > 0
+    router.freeze()
+    moe(words(ids))
+    assert fluctuation(learnt, moe.last) < 0.2, "the small router foretells the large one"
+    frozen = moe.last
+    moved.clear()
+    gate = moe.router.weight.clone()
+    train(40)
+    assert max(moved) == 0 and fluctuation(frozen, moe.last) == 0
+    assert not torch.equal(gate, moe.router.weight), "gates and experts go on learning"
+
+
+# ---- MoEfication
+
+
+def relu_ffn(bias=True):
+    torch.manual_seed(0)
+    ffn = FeedForward(ModelConfig("ffn", D, 1, 2, 9, d_ff=40, activation="relu", ffn_bias=bias))
+    with torch.no_grad():
+        for p in ffn.parameters():
+            p += 0.2 * torch.randn_like(p)
+    return ffn
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("n", [1, 5, 20])
+def test_all_parts_of_an_ffn_are_the_ffn(n, bias):
+    ffn, x = relu_ffn(bias), rand(2, 7, D)
+    split = MoEfied(ffn, n, k=n)
+    torch.testing.assert_close(split(x), ffn(x))
+    assert split.last.load.tolist() == [14] * n
+
+
+def test_fewer_parts_lose_least_when_the_busiest_are_kept():
+    ffn, x = relu_ffn(), rand(2, 50, D)
+    error = lambda split: float((split(x) - ffn(x)).norm() / ffn(x).norm())
+    errors = []
+    for k in (1, 2, 4, 5):
+        split = MoEfied(ffn, 5, k)
+        errors.append(error(split))
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-5
+    busiest = MoEfied(ffn, 5, 2)
+    random = copy.deepcopy(busiest)
+    random.predict = lambda x: rand(*x.shape[:-1], 5, seed=9)
+    assert error(busiest) < 0.8 * error(random)
+
+
+def test_balanced_clusters_are_even_and_tight():
+    """Points around four centres are found whatever their order; sizes are equal always."""
+    centres, member = rand(4, D) * 3, torch.arange(48) % 4
+    label = balanced_k_means(centres[member] + 0.1 * rand(48, D, seed=1), 4)
+    assert label.bincount().tolist() == [12] * 4
+    assert all(len(set(label[member == c].tolist())) == 1 for c in range(4))
+    assert balanced_k_means(rand(30, 2), 5).bincount().tolist() == [6] * 5
+    with pytest.raises(ValueError, match="30 neurons do not divide into 4 experts"):
+        balanced_k_means(rand(30, 2), 4)
+
+
+def test_only_relu_is_split():
+    gated = FeedForward(CONFIG)
+    smooth = FeedForward(CONFIG.with_(activation="gelu"))
+    for ffn in (gated, smooth):
+        with pytest.raises(ValueError, match="plain ReLU FFN"):
+            MoEfied(ffn, 4, 1)
+
+
+@torch.no_grad()
+def test_a_fifth_of_the_neurons_keeps_the_trained_model():
+    """relu-2m with 20 % of its experts in every layer: more than 95 % of its right next tokens stay right."""
+    try:
+        model, tokenizer = pretrained("relu-2m")
+    except LookupError as error:
+        pytest.skip(str(error))
+    from llmstack.execution import corpus
+
+    ids = torch.tensor(tokenizer.encode(corpus.held_out_text()[:12000])[: 8 * 128]).view(8, 128)
+    right = lambda: model(ids)[:, :-1].argmax(-1) == ids[:, 1:]
+    before = right()
+    for block in model.blocks:
+        block.ffn = MoEfied(block.ffn, 20, 4)
+    assert float((right() & before).sum() / before.sum()) > 0.95
+
+
+# ---- FoE
+
+
+def test_fusion_beats_its_best_expert_on_mixed_domains():
+    """Three domains, each with a rule of its own and an expert that has seen no other."""
+    rng, rules, places = torch.Generator().manual_seed(0), rand(3, 6, seed=3), 2 * rand(3, 6, seed=4)
+
+    def sample(n, domain=None):
+        d = torch.randint(3, (n,), generator=rng) if domain is None else torch.full((n,), domain)
+        z = torch.randn(n, 6, generator=rng)
+        return z + places[d], ((z * rules[d]).sum(1) > 0).long()
+
+    torch.manual_seed(0)
+    loss = lambda net, x, y: nn.functional.cross_entropy(net(x), y)
+    experts = [nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 2)) for _ in range(3)]
+    for domain, expert in enumerate(experts):
+        descend(lambda step, e=expert, d=domain: loss(e, *sample(128, d)), expert.parameters(), 150)
+    fused = Fusion(experts, classes=2)
+    assert {id(p) for p in fused.parameters()} == {id(p) for p in fused.fuser.parameters()}, "experts stay as they are"
+    descend(lambda step: loss(fused, *sample(128)), fused.parameters(), 300)
+    x, y = sample(3000)
+    right = [float((net(x).argmax(1) == y).float().mean()) for net in (*experts, fused)]
+    assert right[-1] > max(right[:-1]) + 0.03, right
+
+
+# ---- M³ViT
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_experts_one_after_the_other_give_the_same(room):
+    """Token by token a chip with room for one or two experts fetches most of them again and again; expert by expert,
+    each once."""
+    torch.manual_seed(0)
+    moe = TaskMoE(Experts(6, D, 12), lambda h: top_k(h, 2), tasks=2)
+    x, seen = rand(1, 40, D), []
+    for task in (0, 1):
+        moe.task = task
+        want = moe(x)[0]
+        seen.append(moe.last.matrix())
+        by_token, by_expert = Buffer(moe.experts, room), Buffer(moe.experts, room)
+        torch.testing.assert_close(by_token.compute(x[0], moe.last, "token"), want)
+        torch.testing.assert_close(by_expert.compute(x[0], moe.last, "expert"), want)
+        assert by_expert.loads == 6 and by_expert.peak == room and by_token.peak == room
+        assert by_token.loads > 30
+    assert not torch.equal(*seen), "each task has its router"
+
+
+# ---- 1991 and 1994
+
+
+@pytest.mark.parametrize("branches, experts", [(1, 1), (1, 4), (2, 2), (3, 2)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_em_never_lowers_the_likelihood(branches, experts, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.uniform(-2, 2, 200)
+    y = np.abs(x) + np.where(x > 1, 2.0, 0.0) + 0.1 * rng.normal(size=200)
+    tree, history = moe_1991.fit(np.stack([x, np.ones(200)], 1), y, branches, experts, steps=25, seed=seed)
+    assert (np.diff(history) >= -1e-6 * np.abs(history[:-1])).all()
+    assert np.isfinite(history).all() and (branches * experts == 1 or history[-1] > history[0] + 20)
+
+
+def test_one_expert_is_least_squares_and_more_find_the_pieces():
+    rng = np.random.default_rng(0)
+    x = np.stack([rng.uniform(-2, 2, 300), np.ones(300)], 1)
+    y = np.where(x[:, 0] > 0, 2 * x[:, 0], -x[:, 0]) + 0.05 * rng.normal(size=300)
+    one, _ = moe_1991.fit(x, y, 1, 1, steps=3)
+    np.testing.assert_allclose(one.weights[0, 0], np.linalg.lstsq(x, y, rcond=None)[0], rtol=1e-6)
+    best = max((moe_1991.fit(x, y, 1, 2, steps=60, seed=s) for s in range(3)), key=lambda fit: fit[1][-1])[0]
+    assert sorted(best.weights[0, :, 0].round(1)) == [-1.0, 2.0]
+    assert np.sqrt(np.mean((best.predict(x) - y) ** 2)) < 0.15
+    shares, _ = best.expect(x, y)
+    np.testing.assert_allclose(shares.sum((1, 2)), 1)
+
+
+# ---- a value network
+
+
+def test_soft_experts_in_a_value_network():
+    """On a 3 × 3 world the network learns to go to the goal, with one expert and with four."""
+    for experts in (1, 4):
+        network = grid_world.ValueNetwork(3, experts)
+        before = grid_world.skill(network)
+        grid_world.train(network)
+        assert before < 0.6 < 0.95 < grid_world.skill(network), experts
+
+
+@pytest.mark.slow
+def test_more_experts_do_not_collapse():
+    """4 × 4 squares, one expert and eight, three seeds each: with more parameters it learns better, from every seed."""
+    found = {}
+    for experts in (1, 8):
+        for seed in range(3):
+            network = grid_world.ValueNetwork(4, experts, seed=seed)
+            grid_world.train(network, steps=500, seed=seed)
+            found[experts, seed] = grid_world.skill(network)
+    one, eight = ([found[experts, seed] for seed in range(3)] for experts in (1, 8))
+    assert min(one) > 0.8 and min(eight) > 0.95 and min(eight) > max(one), found
+
+
+def test_a_decoder_with_experts_trains_through_its_losses():
+    """All that a training step of a Mixtral touches: logits, balance and z-loss, gradients everywhere."""
+    model = build(CONFIG)
+    ids = torch.randint(40, (2, 10), generator=torch.Generator().manual_seed(0))
+    loss = nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    for layer in (m for m in model.modules() if isinstance(m, MoE)):
+        loss = loss + 0.01 * routers.balance_loss(layer.last)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
