@@ -5,6 +5,7 @@ import torch
 from peers import DECODERS, ENCODERS, TWO_SIDED, close, ids_of, padded, peer, positions, takes
 
 from llmstack.architectures import build, load, save
+from llmstack.architectures.hf import config_from_hf
 
 INPUTS = [(3, 13, "none"), (3, 13, "right"), (3, 13, "left"), (1, 13, "none"), (1, 1, "none")]
 
@@ -99,6 +100,14 @@ def test_parameters_and_files_in_both_directions(family, tmp_path):
     again = load(tmp_path / "ours")
     assert again.config.with_(name="") == ours.config.with_(name="")
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters()))
+
+
+def test_whispers_sinusoids_are_built_as_it_builds_them():
+    from transformers.models.whisper.modeling_whisper import sinusoids
+
+    ours = build(config_from_hf(TWO_SIDED["whisper"]().config.to_dict()))
+    torch.testing.assert_close(ours.frontend.positions.weight, sinusoids(12, 32))
+    assert not ours.frontend.positions.weight.requires_grad
 
 
 @pytest.mark.parametrize("style", ["rope_theta", "rope_parameters"])
