@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "llmstack"
 CEILINGS = {
     "ops": 2500,
-    "architectures": 2300,
+    "architectures": 3200,
     "execution": 2500,
     "intensity": 1100,
     "hardware": 2400,
