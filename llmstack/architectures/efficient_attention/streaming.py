@@ -12,9 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmstack.architectures.cache import Pair
+from llmstack.architectures.cache import Cache, Pair
+from llmstack.architectures.decoder import Decoder
 from llmstack.config import ModelConfig
 from llmstack.ops.attention import attention_torch
+from llmstack.ops.cross_entropy import cross_entropy_torch
 from llmstack.ops.rope import rope_frequencies, rope_tables, rope_torch
 
 
@@ -77,3 +79,13 @@ class SinkCache:
         """x [B, heads, T, Dh] rotated by that many positions further."""
         positions = torch.as_tensor(by, device=x.device).expand(x.shape[2])
         return rope_torch(x, *rope_tables(positions, self.turns), interleaved=self.config.rope_interleaved)
+
+
+@torch.no_grad()
+def stream_losses(model: Decoder, ids: Tensor, cache: Cache, chunk: int = 256) -> Tensor:
+    """Loss in nats for each token after the first, [T − 1], of ids [1, T] read in chunks through a cache."""
+    losses = []
+    for start in range(0, ids.shape[1] - 1, chunk):
+        logits = model(ids[:, start : min(start + chunk, ids.shape[1] - 1)], cache=cache)[0]  # [up to chunk, V]
+        losses.append(cross_entropy_torch(logits, ids[0, start + 1 : start + 1 + len(logits)], reduction="none"))
+    return torch.cat(losses)

@@ -1,13 +1,15 @@
 """The sink cache: chunks equal single tokens, both equal a dense formula, its size stays; sinks save a real model."""
 
 import math
+import runpy
 
 import pytest
 import torch
 
+from llmstack import architectures, facts
 from llmstack.architectures import build
 from llmstack.architectures.cache import ContiguousCache
-from llmstack.architectures.efficient_attention.streaming import SinkCache
+from llmstack.architectures.efficient_attention.streaming import SinkCache, stream_losses
 from llmstack.architectures.layers import Attention
 from llmstack.config import ModelConfig
 from llmstack.ops.rope import rope_frequencies, rope_tables, rope_torch
@@ -145,3 +147,47 @@ def test_a_contiguous_cache_grows_and_this_one_does_not(model):
         for _ in range(8):
             model(ids(8), cache=plain)
     assert plain.length == 64
+
+
+STORED = facts.table("streaming/sinks")
+NAMES = ("all keys", "last 256", "first 4 and last 252")
+
+
+def perplexity(losses):
+    return math.exp(sum(losses) / len(losses))
+
+
+def check_figure(losses):
+    """Blocks of 64 tokens. Before anything is dropped all agree; then a window alone is lost, and sinks are not."""
+    full, window, sinks = (losses[name] for name in NAMES)
+    assert full[:4] == pytest.approx(window[:4], abs=2e-3) and full[:4] == pytest.approx(sinks[:4], abs=2e-3)
+    assert perplexity(window[4:]) > 2 * perplexity(full[4:])
+    assert perplexity(sinks[4:]) < 1.2 * perplexity(full[4:])
+    assert all(w > s for w, s in zip(window[4:], sinks[4:])), "in every block"
+
+
+def test_the_stored_figure_says_so():
+    assert list(STORED["losses"]) == list(NAMES)
+    check_figure(STORED["losses"])
+
+
+@pytest.mark.slow
+def test_sinks_keep_a_real_model_alive_and_a_window_alone_does_not():
+    """SmolLM2 on 2,048 tokens of a play in chunks, as data/streaming/measure.py does: half a minute of one core."""
+    measure = runpy.run_path(str(facts.data_path() / "streaming" / "measure.py"))
+    model, tokenizer = architectures.pretrained("smollm2-135m")
+    x = torch.tensor([tokenizer.encode(measure["text"]()[:20_000])[: STORED["tokens"] + 1]])
+    losses = {}
+    for name, cache in measure["caches"](model.config).items():
+        losses[name] = stream_losses(model, x, cache).view(-1, STORED["block"]).mean(-1).tolist()
+        assert losses[name] == pytest.approx(STORED["losses"][name], abs=0.02)
+    check_figure(losses)
+
+
+@torch.no_grad()
+def test_streamed_losses_are_the_models_own(model):
+    x = ids(20)
+    own = torch.nn.functional.cross_entropy(model(x)[0, :-1], x[0, 1:], reduction="none")
+    for chunk in (1, 6, 19, 64):
+        cache = ContiguousCache(CONFIG, 1, 64, dtype=torch.float64)
+        torch.testing.assert_close(stream_losses(model, x, cache, chunk).double(), own, rtol=1e-4, atol=1e-5)
