@@ -34,7 +34,7 @@ def test_the_bible_is_whole(docs):
     at = {d.name: d.text for d in chapters}
     assert at["genesis/001"].startswith("Genesis 1\n\nIn the beginning God created the heaven and the earth. And")
     assert "and darkness was upon the face of the deep." in at["genesis/001"]  # "was" stands in brackets in the package
-    assert not any(re.search(r"[][’]|\(\s|\s\)|\S\(| {2}", d.text) for d in chapters)
+    assert not any(re.search(r"[][’]|\S\(| {2}", d.text) for d in chapters)
     assert ("john/011", "Jesus wept.") in verses and "Jesus wept." in at["john/011"]
     assert at["1-samuel/001"].startswith("1 Samuel 1\n\nNow there was a certain man of Ramathaim-zophim")
     assert at["revelation/022"].endswith("be with you all. Amen.")
