@@ -28,19 +28,15 @@ forms write exp(Δ A), the input and h to memory, N times as much.
 
 import numpy as np
 import torch
+from numpy import ndarray as Array
+from torch import Tensor
 
 from llmstack.ops._triton import INTERPRETED, Build, available, tl, triton
 
 
 def scan_np(
-    x: np.ndarray,
-    delta: np.ndarray,
-    a: np.ndarray,
-    b: np.ndarray,
-    c: np.ndarray,
-    d: np.ndarray,
-    h: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+    x: Array, delta: Array, a: Array, b: Array, c: Array, d: Array, h: Array | None = None
+) -> tuple[Array, Array]:
     y, h = np.empty_like(x), np.zeros((len(x), *a.shape), x.dtype) if h is None else h  # [B, T, I], [B, I, N]
     for t in range(x.shape[1]):
         h = np.exp(delta[:, t, :, None] * a) * h + (delta * x)[:, t, :, None] * b[:, t, None]  # [B, I, N]
@@ -48,9 +44,7 @@ def scan_np(
     return y, h
 
 
-def scan_np_backward(
-    dy: np.ndarray, x: np.ndarray, delta: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray
-) -> tuple[np.ndarray, ...]:
+def scan_np_backward(dy: Array, x: Array, delta: Array, a: Array, b: Array, c: Array, d: Array) -> tuple[Array, ...]:
     """dx, dΔ, dA, dB, dC, dD for h_0 = 0; nothing flows in from the last state."""
     keep = np.exp(delta[..., None] * a)  # [B, T, I, N]
     h, g = np.zeros((*keep.shape[:1], keep.shape[1] + 1, *a.shape), x.dtype), np.zeros_like(keep)
@@ -61,18 +55,12 @@ def scan_np_backward(
         g[:, t] = dy[:, t, :, None] * c[:, t, None] + after
         after = keep[:, t] * g[:, t]
     e, gb = g * h[:, :-1] * keep, (g * b[:, :, None]).sum(-1)  # [B, T, I, N], [B, T, I]
-    db, dc = ((g * (delta * x)[..., None]).sum(2), (h[:, 1:] * dy[..., None]).sum(2))  # [B, T, N]
-    return (
-        delta * gb + d * dy,
-        (e * a).sum(-1) + x * gb,
-        (e * delta[..., None]).sum((0, 1)),
-        db,
-        dc,
-        (x * dy).sum((0, 1)),
-    )
+    dx, ddelta = delta * gb + d * dy, (e * a).sum(-1) + x * gb
+    db, dc = (g * (delta * x)[..., None]).sum(2), (h[:, 1:] * dy[..., None]).sum(2)  # [B, T, N]
+    return dx, ddelta, (e * delta[..., None]).sum((0, 1)), db, dc, (x * dy).sum((0, 1))
 
 
-def recur_sequential(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def recur_sequential(a: Tensor, b: Tensor) -> Tensor:
     """h_t = a_t h_{t-1} + b_t along dimension 1, h_{-1} = 0; a and b [B, T, ...] of one shape."""
     states = [b[:, 0]]
     for at, bt in zip(a.unbind(1)[1:], b.unbind(1)[1:]):
@@ -80,7 +68,7 @@ def recur_sequential(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.stack(states, 1)
 
 
-def recur_doubling(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def recur_doubling(a: Tensor, b: Tensor) -> Tensor:
     """After round r every pair stands for the 2^r steps that end with it (Hillis and Steele 1986)."""
     reach = 1
     while reach < a.shape[1]:
@@ -90,7 +78,7 @@ def recur_doubling(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return b
 
 
-def recur_chunked(a: torch.Tensor, b: torch.Tensor, chunk: int = 0) -> torch.Tensor:
+def recur_chunked(a: Tensor, b: Tensor, chunk: int = 0) -> Tensor:
     """√T steps in all chunks at once, then √T over their ends, then the state before each chunk is passed in."""
     T = a.shape[1]
     chunk = chunk or max(1, round(T**0.5))
@@ -110,15 +98,15 @@ RECURRENCES = {"sequential": recur_sequential, "doubling": recur_doubling, "chun
 
 
 def scan_torch(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor,
-    h: torch.Tensor | None = None,
+    x: Tensor,
+    delta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    h: Tensor | None = None,
     method: str = "chunked",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """y [B, T, I] and the last state [B, I, N]; `method` is one of RECURRENCES. Raises ValueError on other shapes."""
     _check(x, delta, a, b, c, d, h)
     if x.shape[1] == 0:
@@ -156,24 +144,16 @@ def _scan_kernel(
 
 
 def scan_triton(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor,
-    h: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, h: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """fp32, fp16 or bf16, contiguous or not; the state is fp32."""
     _check(x, delta, a, b, c, d, h)
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"the kernel computes in fp32 on fp32, fp16 or bf16 values, got {x.dtype}; use scan_torch")
     (B, T, I), N = x.shape, a.shape[1]
-    last = (
-        x.new_zeros(B, I, N, dtype=torch.float32)
-        if h is None
-        else h.float().clone(memory_format=torch.contiguous_format)
-    )
+    last = torch.zeros(B, I, N, device=x.device)
+    if h is not None:
+        last.copy_(h)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     CHANNELS = triton.next_power_of_2(max(I, 1)) if INTERPRETED else 64
     if y.numel():
