@@ -54,7 +54,7 @@ def cross_entropy_torch(
 ) -> torch.Tensor:
     kept = _kept(logits, targets, ignore_index, reduction)  # [...]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [..., V]
-    picked = torch.log_softmax(wide, -1).gather(-1, torch.where(kept, targets, 0)[..., None])[..., 0]  # [...]
+    picked = torch.log_softmax(wide, -1).gather(-1, torch.where(kept, targets, 0).long()[..., None])[..., 0]  # [...]
     loss = torch.where(kept, -picked, 0)  # [...]
     return loss if reduction == "none" else loss.sum() / _count(kept, reduction)
 

@@ -30,7 +30,13 @@ def embedding_torch(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def check_ids(ids: np.ndarray | torch.Tensor, V: int, name: str):
-    """Raises IndexError on an id outside 0…V−1. On a GPU the look would wait for the device: left out there."""
+    """Raises TypeError on what is no array of whole numbers, IndexError on an id outside 0…V−1.
+
+    On a GPU the look at the ids would wait for the device: left out there.
+    """
+    kind = str(getattr(ids, "dtype", type(ids).__name__))
+    if "int" not in kind:
+        raise TypeError(f"{name} must be an array of whole numbers, got {kind}")
     if isinstance(ids, torch.Tensor) and ids.device.type != "cpu" or not len(ids.reshape(-1)):
         return
     low, high = int(ids.min()), int(ids.max())

@@ -37,7 +37,9 @@ def relative_bucket_np(
     """T5's bucket of each distance: exact for near keys, then wider by powers, the last for all from max_distance on.
 
     Both directions take half the buckets each; with one direction (a decoder) all keys ahead share bucket 0.
+    Raises ValueError where there are too few buckets, or none of them is wide.
     """
+    _check_buckets(bidirectional, buckets, max_distance)
     if bidirectional:
         buckets //= 2
         ahead, away = (distance > 0) * buckets, np.abs(distance)
@@ -49,8 +51,19 @@ def relative_bucket_np(
     return ahead + np.where(away < exact, away, np.minimum(far, buckets - 1))
 
 
+def _check_buckets(bidirectional: bool, buckets: int, max_distance: int):
+    exact = buckets // 4 if bidirectional else buckets // 2
+    if not 0 < exact < max_distance:
+        raise ValueError(
+            f"buckets = {buckets}, max_distance = {max_distance}, but a direction needs 2 buckets, "
+            "and max_distance lies beyond the half of them that is exact"
+        )
+
+
 def alibi_slopes_np(H: int) -> np.ndarray:
     """[H]: 2^(−8h/H) for h = 1…H. Where H is no power of two: those of the power P below, then every other of 2P's."""
+    if H < 1:
+        raise ValueError(f"H = {H}, but there is at least one head")
     P = 1 << (H.bit_length() - 1)
     return 2.0 ** np.array([-8 * h / P for h in range(1, P + 1)] + [-4 * h / P for h in range(1, 2 * (H - P), 2)])
 
@@ -94,6 +107,7 @@ def learned(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def relative_bucket(
     distance: torch.Tensor, bidirectional: bool = True, buckets: int = 32, max_distance: int = 128
 ) -> torch.Tensor:
+    _check_buckets(bidirectional, buckets, max_distance)
     if bidirectional:
         buckets //= 2
         ahead, away = (distance > 0) * buckets, distance.abs()

@@ -100,6 +100,8 @@ def rmsnorm_triton_backward(
     Rows over 8 Ki values spill registers to memory.
     """
     _check(x, g)
+    if dy.shape != x.shape:
+        raise ValueError(f"dy has the shape of x: expected {list(x.shape)}, got {list(dy.shape)}")
     rows = rows_of(x)  # [R, D]
     dx = torch.empty_like(rows)
     ROWS, COLS, warps = row_tile(x.shape[-1])

@@ -111,12 +111,13 @@ def rope_triton(
     rows = rows_of(x)  # [B H T, Dh]
     y = torch.empty_like(rows)
     (H, T, Dh), half = x.shape[1:], cos.shape[-1]
-    COLS = triton.next_power_of_2(half)
+    COLS = triton.next_power_of_2(max(half, 1))
     REST = triton.next_power_of_2(Dh - 2 * half) if Dh > 2 * half else 0
     ROWS = (1 << 15 if INTERPRETED else 2048) // COLS
+    table_stride = T if cos.ndim == 3 and len(cos) > 1 else 0  # one table may serve every row of the batch
     if rows.numel():
         _rope_kernel[(triton.cdiv(len(rows), ROWS),)](
-            rows, cos.contiguous(), sin.contiguous(), y, len(rows), H * T, T, T if cos.ndim == 3 else 0, Dh, half,
+            rows, cos.contiguous(), sin.contiguous(), y, len(rows), H * T, T, table_stride, Dh, half,
             sign, interleaved, ROWS, COLS, REST,
         )  # fmt: skip
     return y.view(x.shape)
@@ -142,11 +143,13 @@ def interleaved_to_half(w: torch.Tensor, heads: int, rotary: int = 0) -> torch.T
 
 
 def _reorder(w: torch.Tensor, heads: int, rearranged, rotary: int) -> torch.Tensor:
-    if w.shape[0] % (2 * heads):
+    if heads < 1 or w.shape[0] % (2 * heads):
         raise ValueError(f"{w.shape[0]} rows are not {heads} heads of an even number of rows each")
     by_head = w.reshape(heads, -1, *w.shape[1:])  # [H, Dh, ...]
     order = torch.arange(by_head.shape[1], device=w.device)  # [Dh]
     d = rotary or len(order)
+    if d % 2 or d > len(order):
+        raise ValueError(f"rotary = {rotary}, but it must be even and at most {len(order)}, the width of a head")
     return by_head[:, torch.cat([rearranged(order[:d]), order[d:]])].reshape(w.shape)
 
 

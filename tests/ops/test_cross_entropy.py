@@ -94,3 +94,12 @@ def test_what_does_not_fit_is_refused(impl):
         call(z, t[:3])
     with pytest.raises(ValueError, match="reduction = 'median', but it must be one of mean, sum, none"):
         call(z, t, reduction="median")
+
+
+@pytest.mark.parametrize("name", IMPLS)
+def test_targets_of_any_whole_type_and_of_no_other(name):
+    logits, cast = torch.eye(2, 3), (lambda x: x.numpy()) if name == "numpy" else (lambda x: x)
+    want = float(IMPLS[name](cast(logits), cast(torch.tensor([0, 2]))))
+    assert float(IMPLS[name](cast(logits), cast(torch.tensor([0, 2], dtype=torch.uint8)))) == want
+    with pytest.raises(TypeError, match="targets must be an array of whole numbers"):
+        IMPLS[name](cast(logits), cast(torch.tensor([0.0, 2.0])))

@@ -1,5 +1,6 @@
 """Linear and embedding layers against torch's own, and their gradients against autograd."""
 
+import numpy as np
 import pytest
 import torch
 from op_checks import check_backward, check_forward, randn
@@ -44,3 +45,14 @@ def test_an_id_outside_the_table_is_refused(impl, bad):
     ids = torch.tensor([0, bad])
     with pytest.raises(IndexError, match=f"ids has {bad}, but the table has rows 0 to 10.*tokenizer"):
         embedding.IMPLS[impl](ids.numpy() if impl == "numpy" else ids, randn(11, 4).numpy())
+
+
+@pytest.mark.parametrize("name", embedding.IMPLS)
+@pytest.mark.parametrize("ids", [[1.0], [True]], ids=str)
+def test_ids_are_whole_numbers(name, ids):
+    given = np.array(ids) if name == "numpy" else torch.tensor(ids)
+    table = np.ones((3, 2)) if name == "numpy" else torch.ones(3, 2)
+    with pytest.raises(TypeError, match="ids must be an array of whole numbers, got .*(float|bool)"):
+        embedding.IMPLS[name](given, table)
+    with pytest.raises(TypeError, match="ids must be an array of whole numbers, got list"):
+        embedding.IMPLS[name](ids, table)

@@ -119,3 +119,17 @@ def test_relative_scores_depend_on_distance_only():
     bucket = positions.relative_bucket(torch.arange(12) - torch.arange(12)[:, None])
     for scores in (positions.shaw_scores(q, randn(7, 8), 12)[0], positions.alibi_bias(12, 12, 2), bucket[None]):
         torch.testing.assert_close(scores[:, 1:, 1:], scores[:, :-1, :-1])
+
+
+@pytest.mark.parametrize(
+    "bucket", [positions.relative_bucket_np, lambda d, *how: positions.relative_bucket(torch.from_numpy(d), *how)]
+)
+@pytest.mark.parametrize("how", [(True, 2, 128), (False, 1, 128), (False, 32, 16)], ids=str)
+def test_too_few_buckets_or_too_short_a_distance(bucket, how):
+    with pytest.raises(ValueError, match=f"buckets = {how[1]}, max_distance = {how[2]}, but"):
+        bucket(np.arange(-40, 5), *how)
+
+
+def test_no_head_has_no_slope():
+    with pytest.raises(ValueError, match="H = 0, but there is at least one head"):
+        positions.alibi_slopes(0)

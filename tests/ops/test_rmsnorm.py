@@ -51,3 +51,9 @@ def test_few_programs_take_many_rows_each(monkeypatch):
 def test_a_wrong_scale_is_refused():
     with pytest.raises(ValueError, match=r"expected shape \[8\], got \[7\]"):
         rmsnorm_triton(torch.ones(2, 8), torch.ones(7))
+
+
+@pytest.mark.skipif("triton" not in BACKWARDS, reason="Triton has no build here")
+def test_a_gradient_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"dy has the shape of x: expected \[2, 4\], got \[1, 4\]"):
+        BACKWARDS["triton"](torch.ones(1, 4), torch.ones(2, 4), torch.ones(4))

@@ -130,3 +130,27 @@ def test_what_does_not_fit_is_refused():
         rope_torch(randn(1, 2, 5, 8), *tables(4, 8))
     with pytest.raises(ValueError, match="not 3 heads of an even number of rows"):
         rope.half_to_interleaved(randn(32, 4), 3)
+
+
+@pytest.mark.parametrize("name", IMPLS)
+def test_tables_with_a_batch_of_one_serve_every_row(name):
+    x = torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    cos, sin = rope_tables(torch.arange(4), rope_frequencies(8))
+    args = (x, cos[None], sin[None])
+    got = IMPLS[name](*(a.numpy() for a in args)) if name == "numpy" else IMPLS[name](*args)
+    assert torch.allclose(torch.as_tensor(got), rope_torch(x, cos, sin), atol=1e-6)
+    nothing = torch.zeros(4, 0)
+    got = (
+        IMPLS[name](x.numpy(), nothing.numpy(), nothing.numpy())
+        if name == "numpy"
+        else IMPLS[name](x, nothing, nothing)
+    )
+    assert torch.equal(torch.as_tensor(got), x)  # no dimension turns
+
+
+@pytest.mark.parametrize("rotary", [3, 6])
+def test_reordering_refuses_what_no_head_has(rotary):
+    with pytest.raises(ValueError, match=f"rotary = {rotary}, but it must be even and at most 4"):
+        rope.half_to_interleaved(torch.zeros(8, 2), 2, rotary)
+    with pytest.raises(ValueError, match="not 0 heads"):
+        rope.half_to_interleaved(torch.zeros(8, 2), 0)
