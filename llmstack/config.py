@@ -13,8 +13,9 @@ defaults that its models share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
+from math import inf
 from typing import Any
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
@@ -142,15 +143,15 @@ class ModelConfig:
             value, kind = getattr(self, f.name), f.type
             if kind == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 self._refuse(f.name, "it must be a whole number, zero or more")
-            if kind == "float" and (not isinstance(value, int | float) or isinstance(value, bool) or value < 0):
-                self._refuse(f.name, "it must be a number, zero or more")
+            if kind == "float" and (type(value) not in (int, float) or not 0 <= value < inf):
+                self._refuse(f.name, "it must be a number, zero or more and finite")
             if kind == "bool" and not isinstance(value, bool):
                 self._refuse(f.name, "it must be true or false")
             if kind == "str" and not isinstance(value, str):
                 self._refuse(f.name, "it must be a string")
 
     def _check(self):
-        for field in ("d_model", "n_layers", "n_heads", "vocab_size", "max_seq_len", "window_every", "expert_every"):
+        for field in "d_model n_layers n_heads vocab_size max_seq_len window_every expert_every rope_theta".split():
             if getattr(self, field) < 1:
                 self._refuse(field, "it must be at least 1")
         choices = {"kind": KINDS, "norm": NORMS, "norm_place": NORM_PLACES, "positions": POSITIONS}
@@ -164,6 +165,18 @@ class ModelConfig:
             self._refuse("rope_dims" if self.rope_dims else "d_head", "RoPE rotates pairs, so it must be even")
         if self.rope_dims > self.d_head and not self.kv_lora_rank:
             self._refuse("rope_dims", f"a head has only d_head = {self.d_head} dimensions")
+        s = self.rope_scaling
+        if s is not None and not (isinstance(s, tuple) and len(s) == 4 and s[0] > 0 and s[1] < s[2] and s[3] > 0):
+            self._refuse("rope_scaling", "it is a tuple (factor, low, high, original length), low below high")
+        if self.positions == "relative":
+            if self.kind != "encoder-decoder":
+                self._refuse("positions", "only an encoder-decoder has T5's buckets; take 'alibi' or 'rope'")
+            if not 4 <= self.relative_buckets < 2 * self.relative_max_distance:
+                self._refuse("relative_buckets", "it must be at least 4, and less than twice relative_max_distance")
+        if self.parallel and self.norm_place != "pre":
+            self._refuse("parallel", "a parallel block has norm_place 'pre'")
+        if self.mlm and self.gated:
+            self._refuse("activation", "the head for masked tokens (mlm) has one without a gate, such as 'gelu'")
         if self.top_k > self.n_experts:
             self._refuse("top_k", f"there are only n_experts = {self.n_experts}")
         if self.n_experts and not self.top_k:
@@ -205,9 +218,7 @@ class ModelConfig:
         for field, causes in follows.items():
             if field not in changes and any(c in changes for c in causes) and getattr(self, field) == default[field]:
                 changes[field] = 0
-        unknown = sorted(set(changes) - {f.name for f in fields(self)})
-        if unknown:
-            raise ConfigError(f"{self.name}: no field {', '.join(unknown)}; ModelConfig has {_field_names()}")
+        _only_fields(self.name, changes)
         return replace(self, **changes)
 
 
@@ -248,8 +259,10 @@ def ffn_width(d_model: int, multiple_of: int = 256, multiplier: float = 1.0) -> 
     return multiple_of * -(-width // multiple_of)
 
 
-def _field_names() -> str:
-    return ", ".join(f.name for f in fields(ModelConfig))
+def _only_fields(name: str, given: dict[str, Any]) -> None:
+    known = [f.name for f in fields(ModelConfig)]
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"{name}: no field {', '.join(unknown)}; ModelConfig has {', '.join(known)}")
 
 
 @cache
@@ -281,7 +294,7 @@ def from_fields(name: str, values: dict[str, Any]) -> ModelConfig:
     dials = {k: v for k, v in values.items() if k not in ("family", "published", "note", "title")}
     if isinstance(dials.get("rope_scaling"), list):
         dials["rope_scaling"] = tuple(dials["rope_scaling"])
-    unknown = sorted(set(dials) - {f.name for f in fields(ModelConfig)})
-    if unknown:
-        raise ConfigError(f"{name}: no field {', '.join(unknown)}; ModelConfig has {_field_names()}")
+    _only_fields(name, dials)
+    if missing := [f.name for f in fields(ModelConfig)[1:] if f.default is MISSING and f.name not in dials]:
+        raise ConfigError(f"{name}: lacks {', '.join(missing)}")
     return ModelConfig(name=name, **dials)

@@ -42,6 +42,17 @@ def test_every_preset_builds(name):
         (dict(kv_lora_rank=8), "kv_lora_rank", "v_head_dim"),
         (dict(d_state=16), "d_state", "dt_rank"),
         (dict(parallel_norms=3), "parallel_norms", "1 or 2"),
+        (dict(norm_eps=float("nan")), "norm_eps", "finite"),
+        (dict(attention_scale=float("inf")), "attention_scale", "finite"),
+        (dict(rope_theta=0.0), "rope_theta", "at least 1"),
+        (dict(rope_scaling=(8.0, 1.0, 4.0)), "rope_scaling", "factor, low, high, original length"),
+        (dict(rope_scaling=(8.0, 4.0, 4.0, 8192)), "rope_scaling", "low below high"),
+        (dict(rope_scaling="llama3"), "rope_scaling", "factor, low, high, original length"),
+        (dict(positions="relative"), "positions", "encoder-decoder"),
+        (dict(positions="relative", kind="encoder-decoder", relative_buckets=2), "relative_buckets", "at least 4"),
+        (dict(positions="relative", kind="encoder-decoder", relative_max_distance=16), "relative_buckets", "twice"),
+        (dict(parallel=True, norm_place="post"), "parallel", "norm_place 'pre'"),
+        (dict(kind="encoder", mlm=True, activation="swiglu"), "activation", "without a gate"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
@@ -117,3 +128,8 @@ def test_front_door():
     assert "preset" in dir(llmstack)
     with pytest.raises(AttributeError, match="no attribute 'presett'"):
         llmstack.presett  # noqa: B018
+
+
+def test_missing_fields_are_named():
+    with pytest.raises(ConfigError, match="tiny: lacks n_heads, vocab_size"):
+        from_fields("tiny", dict(d_model=8, n_layers=1))
