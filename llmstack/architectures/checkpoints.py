@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -36,6 +37,8 @@ CONVERT = (
 
 def build(config: ModelConfig, seed: int = 0, device="cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model of that shape with weights drawn from `seed`. On device "meta" it has shapes and no storage."""
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"build takes a ModelConfig, got {config!r}; a published one is llmstack.preset({config!r})")
     with torch.device(device):
         return (Mamba if config.d_state else CLASSES[config.kind])(config, seed).to(dtype)
 
@@ -57,10 +60,19 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device="cpu") -> 
         with _open(folder / file) as shard:
             for name in (n for n in wanted if places[n][0] == file):
                 parts = [mine[ours] for ours in wanted[name].ours]
+                if places[name][1] not in shard.keys():
+                    raise CheckpointError(
+                        f"{folder / file} has no {places[name][1]}; the index is another's, download both again"
+                    )
                 shape, want = shard.get_slice(places[name][1]).get_shape(), list(wanted[name].join(parts).shape)
                 if shape != want:
                     raise CheckpointError(_mismatch(folder, config, name, shape, want))
                 whole = shard.get_tensor(places[name][1])
+                if not whole.is_floating_point():
+                    raise CheckpointError(
+                        f"{name} holds {whole.dtype} in {folder}, and weights are floating point; "
+                        "take the checkpoint from before it was quantised"
+                    )
                 for ours, tensor in zip(wanted[name].ours, wanted[name].split(whole, [len(p) for p in parts])):
                     kept, at = tensor.to(device, dtype).contiguous(), wanted[name].expert
                     if at is not None:  # one of the matrices that ours are stacked from
@@ -98,24 +110,37 @@ def save(model: nn.Module, path: str | Path, shard_bytes: float = 5e9) -> None:
             shards, room = [*shards, {}], shard_bytes
         shards[-1][name], room = whole, room - whole.nbytes
     raw |= {"dtype": str(next(iter(mine.values())).dtype).removeprefix("torch.")}
-    old = {p for p in folder.glob("model*.safetensors*")}
+    old = {p for pattern in ("model*.safetensors*", ".model*.tmp", ".config.json*.tmp") for p in folder.glob(pattern)}
     tag = uuid4().hex[:8]  # new shards beside the old ones: the index decides which are read
     names = (
         [WHOLE]
         if len(shards) == 1
         else [f"model-{i + 1:05}-of-{len(shards):05}-{tag}.safetensors" for i in range(len(shards))]
     )
-    _write(folder / "config.json", lambda at: at.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8"))
-    for file, shard in zip(names, shards):
-        _write(folder / file, lambda at: save_file(shard, at, metadata={"format": "pt"}))
-    keep = {folder / name for name in names}
+    text = lambda content: lambda at: at.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    weights = {
+        file: lambda at, shard=shard: save_file(shard, at, metadata={"format": "pt"})
+        for file, shard in zip(names, shards)
+    }
+    files = {"config.json": text(raw)} | weights
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(t.nbytes for s in shards for t in s.values())}}
         index["weight_map"] = {name: file for file, shard in zip(names, shards) for name in shard}
-        _write(folder / INDEX, lambda at: at.write_text(json.dumps(index, indent=2), encoding="utf-8"))
-        keep.add(folder / INDEX)
-    for stale in sorted(old - keep):
+        files = weights | {"config.json": text(raw), INDEX: text(index)}
+    _write(folder, files)
+    for stale in sorted(old - {folder / name for name in files}):
         stale.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file. Raises CheckpointError for anything else."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}; write or download it again") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} is not a JSON object, {{…}}, but begins {str(raw)[:40]!r}; download it again")
+    return raw
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, bool]:
@@ -126,10 +151,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, bool]:
         raise FileNotFoundError(
             f"{folder} has no config.json; it holds {_some(sorted(p.name for p in folder.iterdir()))}"
         )
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{folder / 'config.json'} is not JSON: {error}; write or download it again") from None
+    raw = read_json(folder / "config.json")
     own = raw.get("model_type") == OWN
     return config_from_hf(raw, "" if own else raw.get("_name_or_path") or folder.name), own
 
@@ -140,7 +162,12 @@ def _places(folder: Path, config: ModelConfig, wanted, own: bool) -> dict[str, t
         with _open(folder / WHOLE) as file:
             stored = dict.fromkeys(file.keys(), WHOLE)
     elif (folder / INDEX).is_file():
-        stored = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        stored = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(stored, dict):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map, tensor -> file; download it again")
+        for name, file in stored.items():  # a file elsewhere is none of this checkpoint's, whoever wrote the index
+            if not isinstance(file, str) or file != re.split(r"[/\\]", file)[-1]:
+                raise CheckpointError(f"{folder / INDEX} names a file outside the folder: {name} -> {file!r}")
         if gone := sorted({file for file in stored.values() if not (folder / file).is_file()}):
             raise CheckpointError(
                 f"{folder / INDEX} names shards that are not there: {_some(gone)}; download them again"
@@ -190,11 +217,14 @@ def _some(names: list[str], n: int = 4) -> str:
     return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
 
 
-def _write(path: Path, write) -> None:
-    """Call `write` with a temporary name, then rename it in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _write(folder: Path, files: dict[str, Callable[[Path], object]]) -> None:
+    """Write all files under temporary names, then rename them one right after the other: the last one counts."""
+    temporaries = {name: folder / f".{name}.{os.getpid()}.tmp" for name in files}
     try:
-        write(temporary)
-        os.replace(temporary, path)
+        for name, write in files.items():
+            write(temporaries[name])
+        for name, temporary in temporaries.items():
+            os.replace(temporary, folder / name)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ def config_from_hf(raw: dict[str, Any], name: str = "") -> ModelConfig:
     if kind == OWN:
         dials = {f.name: raw[f.name] for f in fields(ModelConfig) if f.name in raw and f.name != "name"}
         return from_fields(raw.get("name", name), dials | {"model_type": raw.get("layout", OWN)})
-    entry = family(kind)
+    entry = family(kind if isinstance(kind, str) else str(kind))
     keys = {dial: key for dial, key in entry["keys"].items() if key}
     dials = entry["dials"] | {dial: raw[key] for dial, key in keys.items() if raw.get(key) is not None}
     for dial in ("d_model", "n_layers", "n_heads", "vocab_size"):
@@ -61,9 +61,12 @@ def config_from_hf(raw: dict[str, Any], name: str = "") -> ModelConfig:
         dials["activation"] = _activation(raw[keys["activation"]], GATED if entry["gated"] else PLAIN)
     if "attention_bias" in keys.values():
         dials["out_bias"] = dials.get("qkv_bias", False)
-    if dials["positions"] == "rope":
-        dials |= _read_rope(raw)
-    dials |= READ.get(kind, lambda raw: {})(raw)
+    try:
+        if dials["positions"] == "rope":
+            dials |= _read_rope(raw)
+        dials |= READ.get(kind, lambda raw: {})(raw)
+    except KeyError as key:
+        raise CheckpointError(f"config.json of {name} lacks {key}, which a {kind} model needs here") from None
     return ModelConfig(name=name, model_type=kind, **dials)
 
 
@@ -103,7 +106,11 @@ def _agree(raw: dict, *pairs: tuple[str, Any]) -> None:
 
 def _read_rope(raw: dict) -> dict:
     """transformers 5 writes rope_parameters, older files rope_theta and rope_scaling."""
-    at = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    at: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise CheckpointError(f"{key} = {raw[key]!r} in config.json, but it must be an object {{…}} or null")
+        at |= raw.get(key) or {}
     kind = at.get("rope_type") or at.get("type") or "default"
     if kind not in ("default", "llama3"):
         raise CheckpointError(f"rope_type {kind!r} is not supported; 'default' and 'llama3' are")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmstack import preset
-from llmstack.architectures import build, load, save
+from llmstack.architectures import build, checkpoints, load, save
 from llmstack.architectures.hf import CheckpointError, config_from_hf, config_to_hf
 from llmstack.config import ConfigError, presets
 
@@ -222,3 +222,89 @@ def test_a_config_that_no_dial_can_say(folder, change, match):
 def test_a_state_space_is_a_decoder():
     with pytest.raises(ConfigError, match="d_state = 16"):
         build(preset("mamba-130m").with_(kind="encoder"), device="meta")
+
+
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ("{}", "weight_map"),
+        ('{"weight_map": []}', "weight_map"),
+        ('{"weight_map": {"a": 3}}', "a -> 3"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "outside .*'../model.safetensors'"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "outside .*'/etc/passwd'"),
+        ('{"weight_map": {"a": "..\\\\model.safetensors"}}', "outside"),
+    ],
+)
+def test_an_index_that_is_broken_or_points_elsewhere(folder, text, match):
+    (folder / "model.safetensors").rename(folder / "shard.safetensors")
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=match):
+        load(folder)
+
+
+def test_an_index_that_promises_more_than_a_shard_holds(folder):
+    stored = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(stored, "shard.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    stored.pop("lm_head.weight")
+    save_file(stored, folder / "shard.safetensors")
+    with pytest.raises(CheckpointError, match="shard.safetensors has no lm_head.weight.*download"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", [b"[]", b"null", b'"llama"', b"\xff\xfe{}", b"[" * 100_000], ids=lambda t: str(t[:8]))
+def test_a_config_that_is_no_object(folder, text):
+    (folder / "config.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match="config.json is not JSON|config.json is not a JSON object"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (dict(model_type=[]), "no architecture"),
+        (dict(rope_parameters="yarn"), "rope_parameters = 'yarn'"),
+        (dict(rope_parameters={"rope_type": "llama3"}), "lacks? .*'factor'"),
+        (dict(model_type="mixtral", intermediate_size=None, num_local_experts=2), "d_expert = None"),
+        (dict(model_type="t5", d_model=8, num_heads=2, num_layers=None), "'num_layers'"),
+    ],
+)
+def test_a_config_with_something_odd_in_it(folder, change, match):
+    edit(folder, **change)
+    with pytest.raises(ValueError, match=match):
+        load(folder)
+
+
+def test_whole_numbers_are_no_weights(folder):
+    """A quantised checkpoint has scales beside its integers; without them the integers mean nothing."""
+    stored = load_file(folder / "model.safetensors")
+    stored["lm_head.weight"] = stored["lm_head.weight"].to(torch.int8)
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="lm_head.weight holds torch.int8.*floating point"):
+        load(folder)
+
+
+def test_a_failure_while_weights_are_written_leaves_the_old_shape_too(folder, monkeypatch):
+    """config.json and the weights change together, at the end."""
+    old, config = load(folder), (folder / "config.json").read_text()
+    monkeypatch.setattr(checkpoints, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save(build(TINY.with_(n_layers=1)), folder)
+    assert (folder / "config.json").read_text() == config and same(load(folder), old)
+    assert not list(folder.glob(".*"))
+
+
+def test_what_a_killed_writer_left_is_cleared_by_the_next(folder):
+    stale = [folder / ".model.safetensors.12345.tmp", folder / "model-00001-of-00002-0badcafe.safetensors"]
+    for file in stale:
+        file.write_bytes(b"half")
+    save(build(TINY, seed=4), folder)
+    assert not any(file.exists() for file in stale) and same(load(folder), build(TINY, seed=4))
+
+
+def test_build_takes_a_config():
+    with pytest.raises(TypeError, match=r"build takes a ModelConfig, got 'gpt2'; .*preset\('gpt2'\)"):
+        build("gpt2")
