@@ -38,7 +38,7 @@ def read_wav(path: str | Path) -> np.ndarray:
         )
     if width == 1:
         return (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
-    return np.frombuffer(data, "<i2").astype(np.float32) / 32768
+    return np.frombuffer(data[: len(data) // 2 * 2], "<i2").astype(np.float32) / 32768
 
 
 @cache

@@ -53,6 +53,8 @@ def read(path: str | Path) -> tuple[str, dict[str, np.ndarray]]:
         arrays[key] = np.asarray(take(length)).view(TYPES[kind]).reshape(shape)
     for _ in range(take("I")):
         alias, key = string(), string()
+        if key not in arrays:
+            raise ValueError(f"{name} is damaged: {alias} is an alias of {key!r}, which it does not hold")
         arrays[alias] = arrays[key]
     return spec, arrays
 
@@ -82,6 +84,10 @@ def whisper_to_hf(path: str | Path) -> tuple[dict[str, Any], dict[str, torch.Ten
     spec, arrays = read(path)
     if spec != "WhisperSpec":
         raise ValueError(f"{Path(path).name} holds a {spec}; only WhisperSpec is mapped")
+    needs = [*_ENDS, *(f"{side}/layer_0/ffn/linear_0/weight" for side in ("encoder", "decoder"))]
+    needs += ["encoder/num_heads", "decoder/num_heads", "encoder/conv1/weight", "decoder/scale_embeddings"]
+    if lacks := [name for name in needs if name not in arrays]:
+        raise ValueError(f"{Path(path).name} lacks {', '.join(lacks)}: install it again")
     tensors = {}
     for name, array in arrays.items():
         if not array.ndim:

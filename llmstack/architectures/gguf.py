@@ -226,9 +226,13 @@ def to_hf(file: GGUF) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     meta = file.metadata
     if (found := meta.get("general.architecture")) != "llama":
         raise GGUFError(f"{file.path.name} holds the architecture {found!r}; only 'llama' is mapped")
+    if (scaling := meta.get("llama.rope.scaling.type", "none")) != "none":
+        raise GGUFError(f"{file.path.name} has rope.scaling.type = {scaling!r}, but only 'none' is mapped")
     try:
         get = lambda key: meta[f"llama.{key}"]
         heads = get("attention.head_count")
+        if not isinstance(heads, int) or heads < 1:
+            raise GGUFError(f"{file.path.name} is damaged: attention.head_count = {heads!r}")
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -251,12 +255,14 @@ def to_hf(file: GGUF) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     tensors = {}
     for name in file.tensors:
         block, _, part = name.removesuffix(".weight").rpartition(".")
+        if part not in (_LAYER if block else _ENDS) or name.endswith(".bias"):
+            raise GGUFError(f"{file.path.name} holds {name}; a Llama here has no place for that")
         array = torch.from_numpy(file.array(name))
         if part in ("attn_q", "attn_k"):
             n = heads if part == "attn_q" else config["num_key_value_heads"]
             array = interleaved_to_half(array, n)
         if block:
             tensors[f"model.layers.{block.removeprefix('blk.')}.{_LAYER[part]}.weight"] = array
-        elif part in _ENDS:
+        else:
             tensors[f"{_ENDS[part]}.weight"] = array
     return config, tensors

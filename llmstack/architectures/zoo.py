@@ -100,7 +100,9 @@ class Tokenizer:
         def refuse(reason: str):
             raise TemplateError(reason)
 
-        sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        sandbox = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         sandbox.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
         ends = {
             f"{n}_token": self.inner.id_to_token(i) for n, i in (("bos", self.bos), ("eos", self.eos)) if i is not None
@@ -109,7 +111,7 @@ class Tokenizer:
             return sandbox.from_string(self.chat_template).render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, raise_exception=refuse, **ends
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is foreign code, and fails in every way that code can
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
 
@@ -125,12 +127,16 @@ def tokenizer_from_gguf(file: gguf.GGUF) -> Tokenizer:
             f"{file.path.name} has the tokenizer {kind}; byte-level BPE, 'smollm' or 'gpt-2', is known"
         )
     tokens, types = get("tokens"), get("token_type")
-    merges = [tuple(m.split(" ")) for m in get("merges")]
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+    try:
+        merges = [tuple(m.split(" ")) for m in get("merges")]
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+        special = [tokenizers.AddedToken(t, special=True) for t, k in zip(tokens, types, strict=True) if k in (3, 4)]
+    except Exception as error:  # the library raises plain Exceptions
+        raise gguf.GGUFError(f"{file.path.name} has a damaged tokenizer: {error}; fetch it again") from None
     split = [pre_tokenizers.Digits(individual_digits=True)] if kind[1] == "smollm" else []
     inner.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([tokenizers.AddedToken(t, special=True) for t, k in zip(tokens, types) if k in (3, 4)])
+    inner.add_special_tokens(special)
     ids = [get(f"{end}_token_id") for end in ("eos", "bos", "padding")]
     return Tokenizer(inner, *ids, chat_template=file.metadata.get("tokenizer.chat_template"))
 
@@ -140,16 +146,24 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"no tokenizer.json in {folder}: save the model's fast tokenizer beside its weights")
-    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    read = lambda name: json.loads(p.read_text(encoding="utf-8")) if (p := folder / name).is_file() else {}
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises plain Exceptions
+        raise hf.CheckpointError(f"{folder / 'tokenizer.json'} is damaged: {error}; download it again") from None
+    read = lambda name: checkpoints.read_json(p) if (p := folder / name).is_file() else {}
     config, told, template = read("config.json"), read("tokenizer_config.json"), folder / "chat_template.jinja"
 
     def of(end: str) -> int | list[int] | None:
         if (token := told.get(f"{end}_token")) is not None:
-            return inner.token_to_id(token["content"] if isinstance(token, dict) else token)
+            text = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(text, str):
+                raise hf.CheckpointError(f"{end}_token = {token!r} in {folder}'s tokenizer_config.json is no text")
+            return inner.token_to_id(text)
         return config.get(f"{end}_token_id")
 
     chat = template.read_text(encoding="utf-8") if template.is_file() else told.get("chat_template")
+    if not isinstance(chat, str | None):
+        raise hf.CheckpointError(f"chat_template in {folder}'s tokenizer_config.json is no text, but {str(chat)[:40]}")
     return Tokenizer(inner, of("eos"), of("bos"), of("pad"), chat)
 
 

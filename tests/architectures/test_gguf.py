@@ -184,3 +184,22 @@ def test_what_is_no_llama(small, tmp_path):
         to_hf(GGUF(path))
     with pytest.raises(GGUFError, match="33 bytes are no whole number of Q8_0 blocks of 34"):
         dequantise(np.zeros(33, np.uint8), 8)
+
+
+def test_what_a_llama_has_no_place_for(small, tmp_path):
+    """Tensors that change the result must not be left out in silence."""
+    path = tmp_path / "other.gguf"
+    path.write_bytes(patched(small.read_bytes(), b"output_norm.weight", b"rope_freqs0.weight"))
+    with pytest.raises(GGUFError, match="holds rope_freqs0.weight; a Llama here has no place for that"):
+        to_hf(GGUF(path))
+    path.write_bytes(patched(small.read_bytes(), b"attn_v.weight", b"attn_w.weight"))
+    with pytest.raises(GGUFError, match="attn_w.weight; a Llama here has no place"):
+        to_hf(GGUF(path))
+    file = GGUF(small)
+    file.metadata["llama.rope.scaling.type"] = "yarn"
+    with pytest.raises(GGUFError, match="rope.scaling.type = 'yarn', but only 'none' is mapped"):
+        to_hf(file)
+    file = GGUF(small)
+    file.metadata["llama.attention.head_count"] = 0
+    with pytest.raises(GGUFError, match="head_count = 0"):
+        to_hf(file)

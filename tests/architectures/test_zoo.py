@@ -19,6 +19,7 @@ import torch
 
 from llmstack import facts
 from llmstack.architectures import audio, ct2, gguf, zoo
+from llmstack.architectures.hf import CheckpointError
 from llmstack.architectures.zoo import (
     MissingModel,
     Tokenizer,
@@ -353,6 +354,10 @@ def test_a_template_is_kept_in_a_sandbox():
     ):
         with pytest.raises(ValueError, match="refuses these messages: .*(unsafe|alternate)"):
             words(chat_template=attack).apply_chat_template(message)
+    for broken in ("{{ 1 / 0 }}", "{{ messages + 1 }}", "{% include 'x' %}", "{% for i in range(10**9) %}{% endfor %}"):
+        with pytest.raises(ValueError, match="refuses these messages"):
+            words(chat_template=broken).apply_chat_template(message)
+    assert words(chat_template="{% for m in 'ab' %}{{ m }}{% break %}{% endfor %}").apply_chat_template(message) == "a"
     with pytest.raises(ValueError, match="no chat template"):
         words().apply_chat_template(message)
     with pytest.raises(ValueError, match="a message is"):
@@ -386,3 +391,57 @@ def test_the_pre_tokenizer_is_the_file_s():
     File.metadata = {"tokenizer.ggml.model": "llama"}
     with pytest.raises(gguf.GGUFError, match=r"x.gguf has the tokenizer \('llama', None\)"):
         tokenizer_from_gguf(File)
+
+
+@pytest.mark.parametrize(
+    "file, text",
+    [
+        ("tokenizer.json", ""),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("config.json", "null"),
+        ("tokenizer_config.json", '{"eos_token": 3}'),
+        ("tokenizer_config.json", '{"eos_token": {"x": 1}}'),
+        ("tokenizer_config.json", '{"chat_template": 3}'),
+    ],
+)
+def test_a_broken_tokenizer_folder_names_the_file(tmp_path, file, text):
+    words().inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{file}"):
+        tokenizer_from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"merges": None}, {"merges": ["a"]}, {"merges": ["a z"]}, {"token_type": None}], ids=str
+)
+def test_a_broken_vocabulary_in_a_gguf(change):
+    class File:
+        path, metadata = Path("x.gguf"), {}
+
+    parts = dict(model="gpt2", pre="gpt-2", tokens=["a", "b", "ab"], token_type=[1, 1, 1], merges=["a b"]) | change
+    File.metadata = {f"tokenizer.ggml.{name}": value for name, value in parts.items() if value is not None}
+    with pytest.raises(gguf.GGUFError, match="x.gguf has a damaged tokenizer"):
+        tokenizer_from_gguf(File)
+
+
+def test_a_ctranslate2_file_that_lacks_something(tmp_path):
+    path, head = tmp_path / "model.bin", struct.pack("<IH12sI", 6, 12, b"WhisperSpec\0", 3)
+    path.write_bytes(head + struct.pack("<IIH2sH2s", 0, 1, 2, b"a\0", 2, b"b\0"))
+    with pytest.raises(ValueError, match="model.bin is damaged: a is an alias of 'b'"):
+        ct2.read(path)
+    path.write_bytes(head + struct.pack("<II", 0, 0))
+    with pytest.raises(ValueError, match="model.bin lacks .*encoder/layer_0"):
+        ct2.whisper_to_hf(path)
+
+
+def test_a_wav_that_is_cut_within_a_sample(tmp_path):
+    import wave
+
+    path = tmp_path / "cut.wav"
+    with wave.open(str(path), "wb") as f:
+        f.setparams((1, 2, 16000, 0, "NONE", ""))
+        f.writeframes(b"\0\1" * 4)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert len(audio.read_wav(path)) == 3
