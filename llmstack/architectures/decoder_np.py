@@ -12,6 +12,7 @@ from torch import nn
 from llmstack.config import ConfigError, ModelConfig
 from llmstack.ops.activations import ACTIVATIONS_NP
 from llmstack.ops.attention import attention_np
+from llmstack.ops.embedding import embedding_np
 from llmstack.ops.glu import GATES, glu_np
 from llmstack.ops.layernorm import layernorm_np
 from llmstack.ops.linear import linear_np
@@ -30,11 +31,13 @@ def weights_of(model: nn.Module) -> Weights:
 def forward(ids: np.ndarray, w: Weights, config: ModelConfig, block: int = 128) -> np.ndarray:
     """Logits [B, T, V] of ids [B, T], without padding. `block`: queries that attend at a time.
 
-    Raises ConfigError for a norm or position that is not written out here.
+    Raises ConfigError for what is not written out here.
     """
-    if config.norm == "deepnorm" or config.positions == "sinusoidal" or config.d_embedding != config.d_model:
-        raise ConfigError(f"{config.name}: the NumPy decoder has neither DeepNorm, sinusoids nor a narrow embedding")
-    x = w["embed.tokens.weight"][ids] * np.float32(config.embedding_scale)  # [B, T, D]
+    other = config.n_experts or config.kv_lora_rank or config.d_state or config.d_embedding != config.d_model
+    if other or config.norm == "deepnorm" or config.norm_place == "none" or config.positions == "sinusoidal":
+        lacks = "DeepNorm, blocks without norms, sinusoids, a narrow embedding, experts, latent attention nor d_state"
+        raise ConfigError(f"{config.name}: the NumPy decoder has neither {lacks}")
+    x = embedding_np(ids, w["embed.tokens.weight"]) * np.float32(config.embedding_scale)  # [B, T, D]
     positions = np.arange(ids.shape[1])
     if config.positions == "learned":
         x = x + w["embed.positions.weight"][positions + config.position_offset]
@@ -63,7 +66,7 @@ def _block(x: np.ndarray, w: Weights, at: str, layer: int, config: ModelConfig, 
 
 def _attention(x: np.ndarray, w: Weights, at: str, layer: int, config: ModelConfig, block: int) -> np.ndarray:
     B, T, _ = x.shape
-    split = lambda y: y.reshape(B, T, -1, config.d_head).swapaxes(1, 2)  # [B, heads, T, Dh]
+    split = lambda y: y.reshape(B, T, y.shape[-1] // config.d_head, config.d_head).swapaxes(1, 2)  # [B, heads, T, Dh]
     q, k, v = (split(_linear(x, w, f"{at}.{name}")) for name in "qkv")
     if config.positions == "rope":
         turns = rope_frequencies(config.rope_dims or config.d_head, config.rope_theta, config.rope_scaling).numpy()
@@ -80,7 +83,7 @@ def _attention(x: np.ndarray, w: Weights, at: str, layer: int, config: ModelConf
         out[:, :, start:stop] = attention_np(
             q[:, :, start:stop], k[:, :, seen], v[:, :, seen], mask, bias, config.attention_scale
         )
-    return _linear(out.swapaxes(1, 2).reshape(B, T, -1), w, f"{at}.o")
+    return _linear(out.swapaxes(1, 2).reshape(B, T, config.n_heads * config.d_head), w, f"{at}.o")
 
 
 def _ffn(x: np.ndarray, w: Weights, at: str, config: ModelConfig) -> np.ndarray:

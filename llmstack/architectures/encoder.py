@@ -81,15 +81,20 @@ class Encoder(nn.Module):
     def pooled(self, hidden: Tensor, padding: Tensor | None = None) -> Tensor:
         """tanh(W h + b) of the first real token, [B, D]: BERT's vector for a whole input."""
         first = torch.zeros(len(hidden), dtype=torch.long) if padding is None else padding.int().argmax(-1)
-        return torch.tanh(self.pooler(hidden[torch.arange(len(hidden)), first]))
+        return torch.tanh(self._head(self.pooler, "pooler")(hidden[torch.arange(len(hidden)), first]))
 
     def masked_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of the token at each position."""
-        return self.mlm(hidden)
+        return self._head(self.mlm, "mlm")(hidden)
 
     def next_sentence(self, pooled: Tensor) -> Tensor:
         """Logits [B, 2]: the second segment follows the first, or it was taken from elsewhere."""
-        return self.nsp(pooled)
+        return self._head(self.nsp, "mlm and pooler")(pooled)
+
+    def _head(self, head: nn.Module | None, dials: str) -> nn.Module:
+        if head is None:
+            raise ValueError(f"{self.config.name} has no such head; build it with {dials} = True in its config")
+        return head
 
 
 def span_masking(
@@ -110,6 +115,8 @@ def span_masking(
     """
     rng = torch.Generator().manual_seed(seed)
     inputs, targets = ids.clone(), torch.full_like(ids, ignore_index)
+    if len(spans) != len(ids):
+        raise ValueError(f"spans are given for {len(spans)} rows, ids have {len(ids)}")
     for b, row in enumerate(spans):
         ordered = sorted(row)
         if any(not 0 <= start < stop <= ids.shape[1] for start, stop in ordered) or any(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from llmstack.architectures.cache import Cache, positions_of
 from llmstack.architectures.layers import Norm, Pass
 from llmstack.config import ModelConfig
+from llmstack.ops.embedding import check_ids as check_rows
 from llmstack.ops.positions import alibi_slopes, sinusoidal
 from llmstack.ops.rope import rope_frequencies, rope_tables
 
@@ -40,7 +41,9 @@ class Embedding(nn.Module):
         if self.config.positions == "sinusoidal":
             table = sinusoidal(int(positions.max()) + 1, x.shape[-1], interleaved=False)
             x = x + table.to(x)[positions]
-        for table, kinds in ((self.types, types), (self.tasks, tasks)):
+        for table, kinds, name in ((self.types, types, "token_types"), (self.tasks, tasks, "task_types")):
+            if table is not None and kinds is not None:
+                check_rows(kinds, table.num_embeddings, name)
             if table is not None:
                 x = x + table(torch.zeros_like(ids) if kinds is None else kinds)
         return x if self.norm is None else self.norm(x)
@@ -119,6 +122,10 @@ def prepare(
 
 def check_ids(ids: Tensor, config: ModelConfig, what: str = "ids", start: int = 0, table: int = 0) -> None:
     """Refuse what no lookup could answer. `table` is the number of learned positions, `start` those already used."""
+    if not isinstance(ids, Tensor):
+        raise ValueError(
+            f"{what} must be a tensor of whole numbers [B, T], got {type(ids).__name__}; torch.tensor([ids]) makes one"
+        )
     if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{what} must be whole numbers of shape [B, T], got {ids.dtype} {list(ids.shape)}")
     if ids.shape[1] == 0:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmstack.architectures.cache import ContiguousCache
+from llmstack.architectures.ends import check_ids
 from llmstack.architectures.ssm import StateCache
 
 
@@ -39,12 +40,15 @@ def generate(
         raise ValueError(f"{config.name} is an encoder: it has no next token; generate with a decoder")
     if (config.kind == "encoder-decoder") != (source is not None):
         raise ValueError(f"{config.name} is of kind {config.kind}: source is for encoder-decoders, and they need it")
-    if max_new_tokens < 0 or temperature < 0:
-        raise ValueError(f"max_new_tokens = {max_new_tokens} and temperature = {temperature} must not be negative")
-    if ids.ndim != 2 or 0 in ids.shape:
-        raise ValueError(
-            f"ids are an empty prompt, shape {list(ids.shape)}; give one token at least, say BOS"
-        )
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {max_new_tokens!r}, but it must be a whole number, zero or more")
+    if not isinstance(temperature, int | float) or not temperature >= 0:
+        raise ValueError(f"temperature = {temperature!r}, but it must be a number, zero or more")
+    if eos is not None and not (isinstance(eos, int) and 0 <= eos < config.vocab_size):
+        raise ValueError(f"eos = {eos!r}, but it must be one of the {config.vocab_size} token ids, or None")
+    if isinstance(ids, Tensor) and 0 in ids.shape:
+        raise ValueError(f"ids are an empty prompt, shape {list(ids.shape)}; give one token at least, say BOS")
+    check_ids(ids, config)
     if padding is not None and not padding[:, -1].all():
         raise ValueError("prompts must be padded on the left: the last token of every row has to be a real one")
     B, T = ids.shape

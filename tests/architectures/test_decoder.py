@@ -210,3 +210,14 @@ def test_a_cache_that_is_full_or_of_another_batch():
     assert cache.length == 4
     with pytest.raises(ValueError, match="made for batch 2, got 1"):
         model(ids_of(1, 1), cache=cache)
+
+
+def test_the_numpy_decoder_refuses_too():
+    model = build(small("llama"))
+    w = decoder_np.weights_of(model)
+    with pytest.raises(IndexError, match="ids has -1"):
+        decoder_np.forward(np.array([[1, -1]]), w, model.config)
+    assert decoder_np.forward(np.zeros((0, 3), int), w, model.config).shape == (0, 3, model.config.vocab_size)
+    other = build(small("llama").with_(norm_place="none"))
+    with pytest.raises(ConfigError, match="neither DeepNorm"):
+        decoder_np.forward(np.array([[1]]), decoder_np.weights_of(other), other.config)

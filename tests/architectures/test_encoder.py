@@ -144,3 +144,15 @@ def test_masked_training_on_real_text_beats_unigram_entropy():
     with torch.no_grad():
         held_out = loss_of(held, steps).item()
     assert held_out < unigram - 0.25, (held_out, unigram)  # 2.8 against 3.2
+
+
+def test_heads_and_types_that_are_not_there():
+    ids, plain = torch.tensor([[1, 2]]), build(preset("bert-base-uncased").with_(**SMALL, pooler=False, mlm=False))
+    hidden = plain(ids)
+    for call, dial in ((plain.pooled, "pooler"), (plain.masked_logits, "mlm"), (plain.next_sentence, "mlm and pooler")):
+        with pytest.raises(ValueError, match=f"has no such head; build it with {dial}"):
+            call(hidden)
+    with pytest.raises(IndexError, match="token_types has 2, but the table has rows 0 to 1"):
+        plain(ids, token_types=torch.tensor([[0, 2]]))
+    with pytest.raises(ValueError, match="spans are given for 2 rows, ids have 1"):
+        span_masking(ids, [[(0, 1)], [(0, 1)]], mask_id=1, vocab_size=9)
