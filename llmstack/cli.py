@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import platform
 import shutil
@@ -26,18 +27,24 @@ OPTIONAL = ("GPU", "reference tables")
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Returns its exit status: 0, 1 where something does not hold, 2 where it was asked wrongly."""
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):  # Windows' consoles are not UTF-8 by default
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
-    except (KeyError, FileNotFoundError) as error:
-        print(f"llmstack: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
-        return 2
+        status = args.run(args)
+        sys.stdout.flush()  # what it refuses shows here, not when Python ends
+        return status
     except BrokenPipeError:  # `llmstack systems | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (KeyError, OSError) as error:
+        print(f"llmstack: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # Python would try once more to write the rest
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:

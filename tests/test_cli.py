@@ -102,6 +102,18 @@ def test_a_console_that_is_not_utf8_and_a_pipe_that_closes():
     process.stdout.close()
     assert b"Traceback" not in process.stderr.read()
     assert process.wait() in (0, 120)
+    process = subprocess.Popen([*command[:3], "systems", "A013"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()  # what fits in a buffer is written at the end
+    assert process.stderr.read() == b"" and process.wait() == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_an_output_that_cannot_be_written():
+    run = f"{sys.executable} -m llmstack.cli systems A013"
+    done = subprocess.run(f"{run} > /dev/full", shell=True, capture_output=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith(b"llmstack: ") and b"Traceback" not in done.stderr
+    done = subprocess.run(f"{run} >&-", shell=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_version(capsys):
