@@ -99,6 +99,7 @@ def cross_attention(model: nn.Module, source: Tensor, ids: Tensor) -> Tensor:
 def panels(maps: Mapping[str, Any], *, xlabel: str, ylabel: str, alt: str) -> None:
     """Matrices with values from 0 to 1, side by side under their titles."""
     fig, axes = plots.axes("", "", size=(3.2 * len(maps), 3.6), panels=len(maps))
+    axes = axes if len(maps) > 1 else [axes]
     for ax, (title, matrix) in zip(axes, maps.items()):
         plots.heatmap(matrix, xlabel=xlabel, ylabel=ylabel if ax is axes[0] else "", title=title, ax=ax)
         ax.images[0].set_clim(0, 1)

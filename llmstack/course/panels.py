@@ -10,6 +10,8 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
+from numbers import Real
 from typing import Any, NamedTuple
 
 from llmstack.course.show import put
@@ -47,6 +49,8 @@ class Lab:
 
     def set(self, **values: Any) -> Lab:
         for name, value in values.items():
+            if name not in self.controls:
+                raise KeyError(f"no control {name!r}; there are {', '.join(self.controls)}")
             self.controls[name].value = value
         return self
 
@@ -87,10 +91,12 @@ class Question:
     def __init__(self, prompt, answer, choices, unit, tolerance, hints):
         if choices is not None and not (isinstance(answer, int) and 0 <= answer < len(choices)):
             raise ValueError(f"answer = {answer!r} must be the index of one of the {len(choices)} choices")
-        if choices is None and (isinstance(answer, bool) or not isinstance(answer, int | float)):
+        if choices is None and (isinstance(answer, bool) or not isinstance(answer, Real) or not isfinite(answer)):
             raise ValueError(
                 f"answer = {answer!r} must be a number, or give choices=[…] and the index of the right one"
             )
+        if wrong := [key for key in hints or {} if not isinstance(key, Real | None)]:
+            raise ValueError(f"hints for {wrong}: a hint stands under a number, the index of a choice, or None")
         self.prompt, self.answer, self.choices = prompt, answer, choices
         self.unit, self.tolerance, self.hints = unit, tolerance, dict(hints or {})
 
@@ -227,26 +233,30 @@ def _control(W: Any, name: str, spec: Any) -> Any:
         return spec
     if isinstance(spec, bool):
         return W.Checkbox(value=spec, indent=False, description=label["description"])
-    if isinstance(spec, tuple):
+    numbers = isinstance(spec, tuple) and 2 <= len(spec) <= 4 and all(isinstance(x, Real) for x in spec)
+    if numbers and spec[0] <= spec[1]:
         low, high, step, start = (*spec, *(None,) * (4 - len(spec)))
         step = step or (1 if isinstance(low, int) and isinstance(high, int) else (high - low) / 50)
         start = low if start is None else start
         kind = W.IntSlider if isinstance(low, int) and isinstance(step, int) else W.FloatSlider
         return kind(value=start, min=low, max=high, step=step, **label)
-    if isinstance(spec, list | Mapping):
+    if isinstance(spec, list | Mapping) and spec:
         options = list(spec.items()) if isinstance(spec, Mapping) else spec
         return W.Dropdown(options=options, **label)
     raise ValueError(f"control {name} = {spec!r}: give (low, high, step, start), a list, a mapping, a bool or a widget")
 
 
 def _number(given: Any) -> float | None:
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return float(given)
+    """A number, or a text that holds one (or a fraction) and then at most a unit. None for all else."""
+    if isinstance(given, bool):
+        return None
     number = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
-    match = re.match(rf"\s*({number})(?:\s*/\s*({number}))?", str(given).replace(",", "").replace("_", ""))
+    text = re.sub(r"(?<=\d)(,(?=\d{3})|_(?=\d))", "", str(given))  # thousands
+    match = re.fullmatch(rf"\s*({number})(?:\s*/\s*({number}))?\D*", text)
     if not match or not float(match[2] or 1):
         return None
-    return float(match[1]) / float(match[2] or 1)
+    value = float(match[1]) / float(match[2] or 1)
+    return value if isfinite(value) else None
 
 
 def _near(value: float, wanted: float, tolerance: float) -> bool:

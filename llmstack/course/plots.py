@@ -108,6 +108,8 @@ def bars(
 
     ylabel and logy are the quantity's, although it lies; xlabel would name what the bars are.
     """
+    if not values:
+        raise ValueError("bars: there is nothing to draw; values is a mapping name -> number, with one entry at least")
     groups = values if isinstance(next(iter(values.values())), Mapping) else {"": values}
     names = list(dict.fromkeys(n for g in groups.values() for n in g))
     slots = len(names) * (1 if stacked else len(groups))
@@ -134,6 +136,8 @@ def bars(
 def heatmap(matrix: Any, unit="", xticks=None, yticks=None, annotate=False, signed=False, **frame: Any) -> None:
     """Rows down, columns across, dark is large; signed centres the colours on zero, annotate writes the values in."""
     m = np.asarray(matrix, dtype=float)
+    if m.ndim != 2 or not m.size:
+        raise ValueError(f"heatmap: a matrix is [rows, columns], got shape {list(m.shape)}")
     top = np.nanmax(np.abs(m)) or 1.0
     with _frame((SIZE[0], 4.4), **frame) as ax:
         look = dict(cmap="RdBu_r", vmin=-top, vmax=top) if signed else dict(cmap="Greys")
@@ -185,7 +189,7 @@ def stack(layers: Sequence[tuple[str, str, str]], alt: str = "", ax: Any = None)
 def si(value: float, digits: int = 3) -> str:
     """1234567 -> "1.23 M": thousands k, millions M, then G (1e9), T, P, E."""
     for limit, prefix in ((1e18, " E"), (1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(value) >= limit * (1 - 0.5 * 10.0**-digits):
+        if float("inf") > abs(value) >= limit * (1 - 0.5 * 10.0**-digits):
             return f"{float(f'{value / limit:.{digits}g}'):g}{prefix}"
     return f"{float(f'{value:.{digits}g}'):g}"
 

@@ -102,3 +102,8 @@ def test_apart_compares_the_beginning_that_two_texts_share():
     found = look.apart(model, Letters, "abcd", "abcx")
     assert list(found) == ["a", "b", "c"]
     assert found["b"] == round(100 * float((one - other).norm() / one.norm()), 1) > 0
+
+
+def test_a_single_panel(monkeypatch):
+    monkeypatch.setattr(look.plots, "show", lambda fig, alt: None)
+    look.panels({"one": [[0.0, 1.0]]}, xlabel="key", ylabel="query", alt="one")

@@ -4,6 +4,7 @@ import base64
 import re
 
 import nbformat
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -29,6 +30,12 @@ MEMORY = dict(answer=16.06e9, unit="bytes", tolerance=0.02, hints={8.03e9: "That
         (1e12, False, "Too large."),
         ("much", False, "Write a number in bytes"),
         ("1/0", False, "Write a number in bytes"),
+        (float("nan"), False, "Write a number in bytes"),
+        ("1e999", False, "Write a number in bytes"),
+        (10**400, False, "Write a number in bytes"),
+        ("2^34", False, "Write a number in bytes"),
+        ("16 060 000 000", False, "Write a number in bytes"),
+        ("1,6e10", False, "Write a number in bytes"),
     ],
     ids=str,
 )
@@ -51,11 +58,23 @@ def test_a_choice_is_judged_by_index_or_text():
 
 
 @pytest.mark.parametrize(
-    "wrong", [dict(answer=3, choices=["a", "b"]), dict(answer="b", choices=["a", "b"]), dict(answer="9 GB")]
+    "wrong",
+    [
+        dict(answer=3, choices=["a", "b"]),
+        dict(answer="b", choices=["a", "b"]),
+        dict(answer="9 GB"),
+        dict(answer=float("nan")),
+    ],
 )
 def test_an_answer_that_does_not_fit_is_refused(wrong):
     with pytest.raises(ValueError, match=r"answer = .* must be"):
         question("?", **wrong)
+
+
+def test_an_answer_may_be_computed_and_hints_have_numbers():
+    assert question("?", answer=np.int64(3)).check("3").right
+    with pytest.raises(ValueError, match="hints .*'a'"):
+        question("?", answer=3, hints={"a": "Why?"})
 
 
 def test_the_form_replies():
@@ -95,6 +114,11 @@ def test_a_lab_follows_its_controls():
 def test_a_control_that_cannot_be_made_is_refused():
     with pytest.raises(ValueError, match=r"control n = 3: give \(low, high, step, start\)"):
         lab(draw, "", n=3)
+    for wrong in ((), (1,), (1, 2, 1, 1, 1), ("a", "b"), (5, 1), []):
+        with pytest.raises(ValueError, match=r"control n = .*: give \(low, high, step, start\)"):
+            lab(draw, "", n=wrong)
+    with pytest.raises(KeyError, match="no control 'm'; there are n"):
+        lab(lambda n: draw(n, 1.0, False, "line"), "", n=(1, 3)).set(m=2)
 
 
 CELLS = [

@@ -88,3 +88,12 @@ SI = {0: "0", 999: "999", 1234567: "1.23 M", 999_999: "1 M", 8.03e9: "8.03 G", 1
 @pytest.mark.parametrize(("value", "text"), SI.items())
 def test_si(value, text):
     assert plots.si(value) == text
+
+
+def test_nothing_to_draw_is_said():
+    with pytest.raises(ValueError, match="bars: there is nothing to draw"):
+        plots.bars({}, ylabel="bytes")
+    for matrix in ([], [1, 2], np.zeros((0, 3)), np.zeros((2, 2, 2))):
+        with pytest.raises(ValueError, match=r"heatmap: a matrix is \[rows, columns\], got shape"):
+            plots.heatmap(matrix, xlabel="key", ylabel="query")
+    assert plots.si(float("inf")) == "inf"
