@@ -22,6 +22,41 @@ from llmstack.ops.activations import ACTIVATIONS_TORCH
 from llmstack.ops.glu import GLU_TORCH
 
 
+class GroupedProduct(torch.autograd.Function):
+    """Rows of x [M, D] times the matrix of their expert: spans holds (expert, first row, last row + 1), w is [E, F, D].
+    -> [M, F].
+
+    Autograd would make of the same loop a gradient of all experts for each one of them; here there is one for all.
+    """
+
+    @staticmethod
+    def product(x: Tensor, w: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
+        out = x.new_empty(len(x), w.shape[1])
+        for e, start, stop in spans:
+            torch.mm(x[start:stop], w[e].mT, out=out[start:stop])
+        return out
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.spans = spans
+        return GroupedProduct.product(x, w, spans)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, w = ctx.saved_tensors
+        dx, dw = (torch.empty_like(y) if needed else None for y, needed in zip((x, w), ctx.needs_input_grad))
+        if dw is not None:
+            for idle in set(range(len(w))) - {e for e, *_ in ctx.spans}:
+                dw[idle] = 0
+        for e, start, stop in ctx.spans:
+            if dx is not None:
+                torch.mm(dout[start:stop], w[e], out=dx[start:stop])
+            if dw is not None:
+                torch.mm(dout[start:stop].mT, x[start:stop], out=dw[e])
+        return dx, dw, None
+
+
 class Experts(nn.Module):
     """E feed-forward networks D -> F -> D, stacked: up [E, F, D], down [E, D, F] and, where gated, gate [E, F, D]."""
 
@@ -43,10 +78,14 @@ class Experts(nn.Module):
         *into, down = matrices
         return self.act(*(x @ m.mT for m in into)) @ down.mT
 
-    def forward(self, x: Tensor, load: list[int]) -> Tensor:
+    def forward(self, x: Tensor, load: Tensor) -> Tensor:
         """x [M, D]: the first load[0] rows are expert 0's, and so on. One product a matrix for each expert in use."""
-        each = zip(x.split(load), *(m.unbind() for m in self.matrices()))
-        return torch.cat([self.run(*one) for one in each if len(one[0])] or [x])
+        ends = load.cumsum(0).tolist()
+        spans = [(e, start, stop) for e, (start, stop) in enumerate(zip([0, *ends], ends)) if start < stop]
+        *into, down = self.matrices()
+        product = GroupedProduct.apply if torch.is_grad_enabled() else GroupedProduct.product
+        inner = self.act(*(product(x, m, spans) for m in into))  # [M, F]
+        return product(inner, down, spans)
 
     def slots(self, x: Tensor) -> Tensor:
         """x [E, C, D]: as many rows for every expert. -> [E, C, D]."""
@@ -104,7 +143,7 @@ class MoE(nn.Module):
         """Rows of x [N, D] sorted by expert, computed, weighed, and added up where they came from."""
         order = routing.expert.argsort(stable=True)
         token, gate = routing.token[order], routing.gate[order].to(x.dtype)
-        y = self.experts(x[token], routing.load.tolist()) * gate[:, None]  # [M, D]
+        y = self.experts(x.index_select(0, token), routing.load) * gate[:, None]  # [M, D]
         return y.new_zeros(len(x), y.shape[1]).index_add(0, token, y)
 
 

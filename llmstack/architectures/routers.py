@@ -32,7 +32,7 @@ class Routing:
     token: Tensor  # [M]
     expert: Tensor  # [M]
     gate: Tensor  # [M]
-    asked: Tensor  # [E]: assignments that were wanted before a capacity cut them
+    wanted: Tensor  # [M + drops]: the experts of all assignments, before a capacity cut some
     scores: Tensor  # [N, E]: what the gates were taken from
     chance: Tensor | None = None  # [N, E]: of an expert to be among the top k under fresh noise
 
@@ -42,10 +42,14 @@ class Routing:
         return self.expert.bincount(minlength=self.scores.shape[1])
 
     @property
+    def asked(self) -> Tensor:
+        """Tokens that wanted each expert, [E]."""
+        return self.wanted.bincount(minlength=self.scores.shape[1])
+
+    @property
     def dropped(self) -> float:
         """The share of the wanted assignments that found no room."""
-        asked = int(self.asked.sum())
-        return 1 - len(self.token) / asked if asked else 0.0
+        return 1 - len(self.token) / len(self.wanted) if len(self.wanted) else 0.0
 
     def matrix(self) -> Tensor:
         """The gates as [N, E], zero where a token does not go."""
@@ -114,15 +118,15 @@ def place(
         first = gate.max(-1, keepdim=True).values.argsort(dim=1, descending=True, stable=True).expand_as(expert)
         token, expert, gate = (y.gather(1, first) for y in (token, expert, gate))
         keep = None if keep is None else keep.gather(1, first)
-    token, expert, gate = (y.movedim(-1, 0).reshape(-1) for y in (token, expert, gate))  # [k · G · N]
+    row = lambda y: (y if capacity is None else y.movedim(-1, 0)).reshape(-1)  # [k · G · N]
+    token, expert, gate = row(token), row(expert), row(gate)
     if keep is not None:
-        keep = keep.movedim(-1, 0).reshape(-1)
-        token, expert, gate = token[keep], expert[keep], gate[keep]
-    asked = expert.bincount(minlength=E)
+        token, expert, gate = (y[row(keep)] for y in (token, expert, gate))
+    wanted = expert
     if capacity is not None:
         fits = _rank_in(token.div(N, rounding_mode="floor") * E + expert, G * E) < capacity
         token, expert, gate = token[fits], expert[fits], gate[fits]
-    return Routing(token, expert, gate, asked, scores.flatten(0, 1))
+    return Routing(token, expert, gate, wanted, scores.flatten(0, 1))
 
 
 def _rank_in(bins: Tensor, n: int) -> Tensor:
@@ -183,7 +187,7 @@ def expert_choice(logits: Tensor, capacity: int) -> Routing:
     gate, token = p.transpose(1, 2).topk(min(capacity, N))  # [G, E, capacity]
     token = token + N * torch.arange(G, device=p.device)[:, None, None]
     expert = torch.arange(E, device=p.device)[:, None].expand_as(token).reshape(-1)
-    return Routing(token.reshape(-1), expert, gate.reshape(-1), expert.bincount(minlength=E), p.flatten(0, 1))
+    return Routing(token.reshape(-1), expert, gate.reshape(-1), expert, p.flatten(0, 1))
 
 
 def base(logits: Tensor, training: bool = True) -> Routing:
@@ -223,7 +227,7 @@ def balanced_table(counts: Tensor, experts: int) -> Tensor:
 def balance_loss(routing: Routing) -> Tensor:
     """E Σ f_i P_i: the share of choices that fall on an expert, before drops, times its mean score. 1 when even; times
     α it is Switch's loss (arXiv:2101.03961, eq. 4)."""
-    share = routing.asked / routing.asked.sum().clamp(min=1)
+    share = routing.asked / max(len(routing.wanted), 1)
     mean = (routing.scores / routing.scores.sum(-1, keepdim=True)).mean(0)
     return len(share) * (share * mean).sum()
 
