@@ -168,7 +168,25 @@ def decoder_card(model: nn.Module, tokenizer: Tokenizer) -> dict:
         sums.append((tokens, nats, knesers))
         card["held_out"][name] = losses(tokens, nats, knesers)
     card["held_out"]["all"] = losses(*map(sum, zip(*sums[:-1])))
+    if model.config.activation == "relu":
+        card["zeros_by_layer"] = zeros(model, encode(tokenizer, [d.text for d in parts["plays"][:8]]))
     return card
+
+
+@torch.no_grad()
+def zeros(model: nn.Module, documents: list[list[int]]) -> list[float]:
+    """Of each layer's FFN, the share of inner values that are zero on the documents' first windows."""
+    seen = [[] for _ in model.blocks]
+    hooks = [
+        block.ffn.down.register_forward_pre_hook(
+            lambda _, x, kept=kept: kept.append((x[0] == 0).double().mean().item())
+        )
+        for block, kept in zip(model.blocks, seen)
+    ]
+    model(torch.tensor([[START, *ids][:CONTEXT] for ids in documents if len(ids) >= CONTEXT]))
+    for hook in hooks:
+        hook.remove()
+    return [round(sum(kept) / len(kept), 4) for kept in seen]
 
 
 def losses(tokens: int, nats: float, knesers: float) -> dict:
@@ -219,65 +237,6 @@ def measure(name: str) -> dict:
     return card | (decoder_card if model.config.kind == "decoder" else pair_card)(model, tokenizer)
 
 
-README = """# Small checkpoints
-
-Four models that load in a moment, for tests and chapters: `pretrained("{names[0]}")`, {others}. They are in
-Hugging Face's layout, so transformers reads the folders too, and they share a byte-level BPE of {vocab:,} tokens
-(`<|start|>` 1 begins a document, `<|end|>` 2 ends it, `<|pad|>` is 0).
-
-They were trained by `train.py` on half of the training documents of `llmstack.execution.corpus`: Shakespeare, the King
-James Bible, Python's language reference and modules of its standard library. Each took {minutes} minutes on a
-part of one busy core. Losses are nats a token on held-out documents, beside an interpolated Kneser-Ney 5-gram that
-counted the same training tokens. `card.json` in each folder has them for every source, with seed, steps and seconds.
-
-| checkpoint | parameters | trained on | held-out loss | 5-gram | below it by |
-|---|---|---|---|---|---|
-{rows}
-
-The decoders score each token with {stride} to {context} tokens before it (fewer at a document's start). The 5-gram
-beside `t5-2m` sees the target alone, the model its source too.
-
-`t5-2m` puts capitals and punctuation back into verses that lost both. Errors are words that differ, over {verses}
-held-out verses; "word by word" takes each word's commonest form in the training verses.
-
-| | word errors | verses without an error |
-|---|---|---|
-{task}
-
-    {example[source]}
-    {example[restored]}
-
-To make them again: `python data/checkpoints/train.py tokenizer`, then `train.py NAME` for each name, then `measure.py`.
-The standard library's text, and with it the numbers, depend on the Python version (here 3.11).
-"""
-
-
-def readme(cards: dict[str, dict]) -> str:
-    rows, t5 = [], cards["t5-2m"]
-    for name, card in cards.items():
-        seen = f"{card['pairs_seen']:,} verses" if "pairs_seen" in card else f"{card['tokens_seen']:,} tokens"
-        loss = card["held_out"]["all"]
-        numbers = f"{loss['loss']:.3f} | {loss['kneser_ney_5']:.3f} | {loss['margin']:.1%}"
-        rows.append(f"| `{name}` | {card['parameters']:,} | {seen} | {numbers} |")
-    task = [
-        f"| {who.replace('_', ' ')} | {t5[who]['word_errors']:.1%} | {t5[who]['exact']:.1%} |"
-        for who in ("copy", "word_by_word", "model")
-    ]
-    minutes = sorted(round(card["seconds"] / 60) for card in cards.values())
-    return README.format(
-        names=NAMES,
-        others=", ".join(f'`"{name}"`' for name in NAMES[1:]),
-        vocab=VOCAB,
-        minutes=f"{minutes[0]} to {minutes[-1]}",
-        rows="\n".join(rows),
-        stride=STRIDE,
-        context=CONTEXT,
-        verses=t5["model"]["verses"],
-        task="\n".join(task),
-        example=t5["examples"][0],
-    )
-
-
 def main() -> None:
     torch.set_num_threads(1)
     for name in sys.argv[1:] or NAMES:
@@ -285,8 +244,10 @@ def main() -> None:
         (HERE / name / "card.json").write_text(text, encoding="utf-8")
         print(name, text, flush=True)
     if all((HERE / name / "card.json").is_file() for name in NAMES):
+        from report import readme
+
         cards = {name: json.loads((HERE / name / "card.json").read_text(encoding="utf-8")) for name in NAMES}
-        (HERE / "README.md").write_text(readme(cards), encoding="utf-8")
+        (HERE / "README.md").write_text(readme(cards, vocab=VOCAB, stride=STRIDE, context=CONTEXT), encoding="utf-8")
 
 
 if __name__ == "__main__":

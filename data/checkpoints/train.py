@@ -4,9 +4,8 @@
     python data/checkpoints/train.py llama-2m          or gpt2-2m, relu-2m, t5-2m
 
 A run stopped at any moment goes on where it was when it is started again (its state lies in the temporary folder; see
---work). Every folder gets config.json, model.safetensors, tokenizer.json and card.json, which says what was learnt from
-what: the seed, the tokens, the held-out loss, and the loss of an interpolated Kneser-Ney 5-gram that counted the same
-tokens. README.md has the numbers of the run that made the stored weights.
+--work). A folder gets config.json, model.safetensors, tokenizer.json, and card.json with seed, steps and seconds;
+measure.py then adds what was learnt, and README.md has the numbers of the stored weights.
 
 The three decoders predict the next token. The encoder-decoder restores capitals and punctuation to verses of the King
 James Bible that lost both. Half of the training documents are used: a core sees them two to four times in half an hour.
