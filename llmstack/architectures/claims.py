@@ -47,3 +47,22 @@ def gpt4() -> Computed:
     """BC-38: what is known of GPT-4."""
     entry = facts.table("models")["undisclosed"]["gpt-4"]
     return Computed(None, "", f"undisclosed: {entry['known']} ({entry['source']})")
+
+
+def visual_tokens_of_published_models() -> Computed:
+    """BC-46: tokens of one picture in LLaVA-1.5 (ViT-L/14 at 336²), LLaVA-NeXT (up to 4 tiles and the whole) and
+    Monkey (6 tiles of 448² and the whole, 256 queries each)."""
+    from llmstack.architectures.vision import visual_tokens
+
+    llava = visual_tokens(336, 336, 14)
+    values = {"LLaVA-1.5": llava, "LLaVA-NeXT": 5 * llava, "Monkey": 256 * (visual_tokens(896, 1344, 448) + 1)}
+    return Computed(list(values.values()), "tokens", ", ".join(f"{name} {n:,}" for name, n in values.items()))
+
+
+def gnmt_is_recurrent() -> Computed:
+    """BC-21: how many of the layers of our GNMT are LSTMs, and how many are a Transformer's blocks."""
+    from llmstack.architectures.workloads import GNMT
+
+    kinds = Counter(type(module).__name__ for module in GNMT(8, 4, n_layers=8).modules())
+    text = f"GNMT's 8 + 8 layers are {kinds['LSTM']} LSTMs (the first reads both ways) and no Transformer block"
+    return Computed(kinds["Block"], "Transformer blocks", text)

@@ -105,9 +105,13 @@ def scan_torch(
     c: Tensor,
     d: Tensor,
     h: Tensor | None = None,
-    method: str = "chunked",
+    method: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y [B, T, I] and the last state [B, I, N]; `method` is one of RECURRENCES. Raises ValueError on other shapes."""
+    """y [B, T, I] and the last state [B, I, N]. Raises ValueError on other shapes.
+
+    `method` is one of RECURRENCES; by default the chunked one, but on a CPU where a step is wide (B I N ≥ 1024) the
+    sequential one: there the processor is busy with one step, and the parallel orders only read and write more.
+    """
     _check(x, delta, a, b, c, d, h)
     if x.shape[1] == 0:
         return torch.empty_like(x), x.new_zeros(len(x), *a.shape) if h is None else h
@@ -115,7 +119,8 @@ def scan_torch(
     put = (delta * x)[..., None] * b[:, :, None]  # [B, T, I, N]
     if h is not None:
         put = torch.cat([put[:, :1] + keep[:, :1] * h[:, None], put[:, 1:]], 1)
-    states = RECURRENCES[method](keep, put)  # [B, T, I, N]
+    wide = keep.device.type == "cpu" and keep[:, 0].numel() >= 1024
+    states = RECURRENCES[method or ("sequential" if wide else "chunked")](keep, put)  # [B, T, I, N]
     return (states @ c[..., None]).squeeze(-1) + d * x, states[:, -1]
 
 
