@@ -9,7 +9,7 @@ LENGTH = 1024
 
 
 def growth_of_work() -> Computed:
-    """AC-13: how the pairs of each listed method grow when the length doubles; those of dense attention grow 4 times."""
+    """AC-13: how the pairs of each listed method grow when the length doubles; dense attention has 4 times as many."""
     patterns = {
         "Sparse Transformer": lambda s: m.strided(round(s**0.5)).nnz(s),
         "Reformer": lambda s: pairs(lambda q, k, v: lsh_attention(q, v, 64, rounds=2, chunk=32), s),
