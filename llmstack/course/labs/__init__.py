@@ -6,12 +6,22 @@ labs.positions()                          chapter 1: how an attention score or a
 labs.norms_at_depth()                     chapter 1: the residual stream and its gradient, layer by layer
 labs.activations()                        chapter 1: the functions and their slopes
 labs.ffn_width()                          chapter 1: 4h, 8h/3 and 2.7h in parameters
+labs.attention_patterns()                 chapter 1: a pattern's work, reach and error
+labs.state_memory()                       chapter 1: what a state of N numbers gives back of its past
+labs.state_cost()                         chapter 1: a token's work and room, attention and state spaces by length
+labs.token_budget()                       chapter 1: which patches of a picture stay, and what its caption loses
+labs.routing()                            chapter 1: load, drops and balance loss of each router on the same tokens
+labs.optimizer_surface()                  chapter 2: the way of an optimizer down a valley
+labs.schedules()                          chapter 2: five learning-rate schedules
 """
 
 from importlib import import_module
 
 _FRONT = {"parameters": "start"}
 _FRONT |= dict.fromkeys(("attention_reach", "positions", "norms_at_depth", "activations", "ffn_width"), "blocks")
+_FRONT |= {"attention_patterns": "patterns", "state_memory": "states", "state_cost": "states", "token_budget": "vision"}
+_FRONT |= {"routing": "experts"}
+_FRONT |= {"optimizer_surface": "training", "schedules": "training"}
 
 __all__ = list(_FRONT)
 
