@@ -111,19 +111,20 @@ def balanced_k_means(points: Tensor, n: int, rounds: int = 10, seed: int = 0) ->
 
 
 class MoEfied(MoE):
-    """A trained ReLU FFN as n experts of which a token uses `k`: neurons with like weights, which fire together, stand
-    in one expert. With k = n it is the FFN. [..., D] -> [..., D].
+    """A trained ReLU FFN as n experts of which a token uses `k`: neurons that fire together on inputs `seen` [N, D], or
+    without any, that have like weights, stand in one expert. With k = n it is the FFN. [..., D] -> [..., D].
 
     The choice here is the ideal one, the experts whose neurons fire most; `predict`, once set to a network
     [..., D] -> [..., n], chooses in its place and saves the work. Raises ValueError on other FFNs.
     """
 
     @torch.no_grad()
-    def __init__(self, ffn: FeedForward, n: int, k: int, seed: int = 0):
+    def __init__(self, ffn: FeedForward, n: int, k: int, seen: Tensor | None = None, seed: int = 0):
         if ffn.gate is not None or ffn.act(torch.tensor(-1.0)) != 0:
             raise ValueError("MoEfication takes a plain ReLU FFN: of no other do silent neurons add nothing")
         width, d_model = ffn.up.weight.shape
-        order = balanced_k_means(ffn.up.weight, n, seed=seed).argsort(stable=True)
+        like = ffn.up.weight if seen is None else nn.functional.normalize(ffn.up(seen).relu().T)  # [F, D or N]
+        order = balanced_k_means(like, n, seed=seed).argsort(stable=True)
         bias = torch.zeros(width) if ffn.up.bias is None else ffn.up.bias
         experts = Experts(n, d_model + 1, width // n, "relu")  # the bias is the weight of a 1 behind x
         experts.up.copy_(torch.cat([ffn.up.weight, bias[:, None]], 1)[order].unflatten(0, (n, -1)))

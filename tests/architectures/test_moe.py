@@ -87,6 +87,8 @@ def test_the_correction_chooses_and_does_not_weigh():
     moe.correction[2] = 10.0
     moe(x).sum().backward()
     assert (moe.last.expert == 2).all() and moe.correction.grad is None
+    for matrix in moe.experts.matrices():
+        assert matrix.grad[[0, 1, 3]].abs().max() == 0 < matrix.grad[2].abs().max(), "idle experts learn nothing"
     torch.testing.assert_close(moe.last.gate, moe.router(x).softmax(-1)[0, :, 2])
 
 

@@ -25,6 +25,7 @@ from llmstack.architectures.moe_variants import (
 )
 from llmstack.architectures.routers import top_k
 from llmstack.config import ModelConfig
+from llmstack.execution import corpus
 from llmstack.ops.rope import rope_frequencies, rope_tables
 
 D = 16
@@ -237,19 +238,33 @@ def test_only_relu_is_split():
 
 @torch.no_grad()
 def test_a_fifth_of_the_neurons_keeps_the_trained_model():
-    """relu-2m with 20 % of its experts in every layer: more than 95 % of its right next tokens stay right."""
-    try:
-        model, tokenizer = pretrained("relu-2m")
-    except LookupError as error:
-        pytest.skip(str(error))
-    from llmstack.execution import corpus
-
-    ids = torch.tensor(tokenizer.encode(corpus.held_out_text()[:12000])[: 8 * 128]).view(8, 128)
-    right = lambda: model(ids)[:, :-1].argmax(-1) == ids[:, 1:]
-    before = right()
-    for block in model.blocks:
-        block.ffn = MoEfied(block.ffn, 20, 4)
-    assert float((right() & before).sum() / before.sum()) > 0.95
+    """relu-2m with 160 experts of 4 neurons in the layers where few neurons fire: a fifth of them keeps over 95 % of
+    each layer's output and of the model's right words, and its loss. The first layer, where a third of all neurons
+    fires, is no such layer."""
+    model, tokenizer = pretrained("relu-2m")
+    train, held_out = corpus.split(corpus.manual())
+    ids_of = lambda docs: torch.tensor(tokenizer.encode(" ".join(d.text for d in docs)[:8000])[:1024]).view(4, 256)
+    seen, inputs, ids = {}, {}, ids_of(held_out)
+    for into, text in ((seen, ids_of(train)), (inputs, ids)):
+        hooks = [
+            block.ffn.register_forward_pre_hook(lambda _, args, i=i, into=into: into.update({i: args[0].flatten(0, 1)}))
+            for i, block in enumerate(model.blocks)
+        ]
+        before = model(text)[:, :-1]
+        for hook in hooks:
+            hook.remove()
+    for i, block in enumerate(model.blocks):
+        split = MoEfied(block.ffn, 160, 32, seen[i])
+        want = block.ffn(inputs[i]) - block.ffn.down.bias
+        kept = 1 - float((split(inputs[i]) - block.ffn(inputs[i])).square().sum() / want.square().sum())
+        firing = float((block.ffn.up(inputs[i]) > 0).float().mean())
+        assert (kept > 0.95) == (firing < 0.2) == (i > 0), (i, kept, firing)
+        if i:
+            block.ffn = split
+    after, right = model(ids)[:, :-1], before.argmax(-1) == ids[:, 1:]
+    loss = lambda logits: float(nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+    assert float((after.argmax(-1)[right] == ids[:, 1:][right]).float().mean()) > 0.95
+    assert loss(after) < loss(before) + 0.02
 
 
 # ---- FoE
@@ -295,7 +310,11 @@ def test_experts_one_after_the_other_give_the_same(room):
         torch.testing.assert_close(by_token.compute(x[0], moe.last, "token"), want)
         torch.testing.assert_close(by_expert.compute(x[0], moe.last, "expert"), want)
         assert by_expert.loads == 6 and by_expert.peak == room and by_token.peak == room
-        assert by_token.loads > 30
+        held, fetched = [], 0
+        for e in moe.last.expert[moe.last.token.argsort(stable=True)].tolist():
+            fetched += e not in held
+            held = [*(other for other in held if other != e), e][-room:]
+        assert by_token.loads == fetched > 30
     assert not torch.equal(*seen), "each task has its router"
 
 
