@@ -7,7 +7,7 @@ index follows from seed and index alone. So backward draws the mask again in pla
 computed again gets the same mask, and ranks that hold parts of x draw their part (`offset`). NumPy, torch and Triton
 give the same bits (below index 2^31 those of `tl.rand`).
 
-About 60 integer operations a value. Forward and backward read and write bN bytes each, and no mask.
+About 100 integer operations a value. Forward and backward read and write bN bytes each, and no mask.
 """
 
 import numpy as np
