@@ -20,7 +20,7 @@ NBVAL := --nbval --nbval-cell-timeout=300
 .PHONY: lab test test-slow quick lint chapters chapter bench size models clean
 
 lab: $(VENV)/.lab
-	OMP_NUM_THREADS= $(BIN)/jupyter lab --ip=127.0.0.1 $(LAB_FLAGS) chapters/00_start_here.ipynb
+	OMP_NUM_THREADS= $(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" $(LAB_FLAGS) chapters/00_start_here.ipynb
 
 test: $(VENV)/.test lint size
 	$(PYTEST) -m "not slow and not gpu" --junitxml=results/fast.xml $(NBVAL) tests chapters
