@@ -91,11 +91,12 @@ def top_k(
         best = grouped.topk(1 if score == "softmax" else 2).values.sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(groups_kept).indices, True)
         wanted = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-    expert = wanted.topk(k).indices  # [G, N, k]
-    gate = p.gather(-1, expert)
+    gate, expert = wanted.topk(k)  # [G, N, k]
+    if wanted is not p:
+        gate = p.gather(-1, expert)
     if normalise:
         gate = gate / (gate.sum(-1, keepdim=True) + 1e-20)
-    return place(p, expert, gate * scale, capacity, by_score)
+    return place(p, expert, gate if scale == 1.0 else gate * scale, capacity, by_score)
 
 
 def place(
@@ -113,12 +114,16 @@ def place(
     if capacity is not None and capacity < 0:
         raise ValueError(f"capacity = {capacity}, but an expert has room for 0 tokens (all are dropped) or more")
     G, N, E = scores.shape
-    token = torch.arange(G * N, device=scores.device).view(G, N, 1).expand_as(expert)
+    token = torch.arange(G * N, device=scores.device)
+    if capacity is None and keep is None:
+        expert = expert.reshape(-1)
+        return Routing(token.repeat_interleave(gate.shape[-1]), expert, gate.reshape(-1), expert, scores.flatten(0, 1))
+    token = token.view(G, N, 1).expand_as(expert)
     if by_score:
         first = gate.max(-1, keepdim=True).values.argsort(dim=1, descending=True, stable=True).expand_as(expert)
         token, expert, gate = (y.gather(1, first) for y in (token, expert, gate))
         keep = None if keep is None else keep.gather(1, first)
-    row = lambda y: (y if capacity is None else y.movedim(-1, 0)).reshape(-1)  # [k · G · N]
+    row = lambda y: y.movedim(-1, 0).reshape(-1)  # [k · G · N]
     token, expert, gate = row(token), row(expert), row(gate)
     if keep is not None:
         token, expert, gate = (y[row(keep)] for y in (token, expert, gate))
