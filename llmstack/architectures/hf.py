@@ -204,6 +204,13 @@ def _write_sides(config: ModelConfig) -> dict:
     return raw | dict(scale_embedding=config.embedding_scale != 1.0, is_encoder_decoder=True)
 
 
+def _read_mamba(raw: dict) -> dict:
+    _agree(raw, ("use_bias", False), ("use_conv_bias", True))
+    if not raw["state_size"]:
+        raise CheckpointError(f"state_size = {raw['state_size']!r} in config.json; a mamba model has 1 state or more")
+    return dict(dt_rank=-(-raw["hidden_size"] // 16)) if raw.get("time_step_rank") == "auto" else {}
+
+
 def _read_opt(raw: dict) -> dict:
     _agree(raw, ("layer_norm_elementwise_affine", True), ("enable_bias", True))
     before = raw.get("do_layer_norm_before", True)
@@ -256,7 +263,7 @@ def _write_switch(config: ModelConfig) -> dict:
 
 
 READ = {
-    "mamba": lambda raw: _agree(raw, ("use_bias", False), ("use_conv_bias", True)) or {},
+    "mamba": _read_mamba,
     "qwen2": lambda raw: _agree(raw, ("use_sliding_window", False)) or {},
     "openai-gpt": lambda raw: {"activation": _activation(raw.get("afn", "gelu"), GPT1)},
     "bloom": lambda raw: _agree(raw, ("apply_residual_connection_post_layernorm", False)) or {},

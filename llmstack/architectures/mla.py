@@ -32,6 +32,8 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
         c = self.config = config
+        if c.positions != "rope" or c.sliding_window:
+            c._refuse("kv_lora_rank", "latent attention takes positions = 'rope' and sliding_window = 0")
         self.layer, self.absorbed = layer, None
         inner = c.n_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
         if c.q_lora_rank:

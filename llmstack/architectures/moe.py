@@ -188,6 +188,8 @@ class MergedMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         T = x.shape[1]
+        if not T:
+            return x
         parts = nn.functional.pad(x, (0, 0, 0, -T % self.segment)).unflatten(1, (-1, self.segment))  # [B, n, seg, D]
         first = x[:, : self.segment].mean(1, keepdim=True).detach()
         before = torch.cat([first, parts[:, :-1].mean(2)], 1)  # [B, n, D]

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+LEAST = 1e-4  # a variance; at 0 one point would have all the likelihood
 
 
 @dataclass
@@ -46,14 +47,14 @@ class Tree:
         total = np.logaddexp.reduce(log_p.reshape(len(x), -1), axis=1)  # [N]
         return np.exp(log_p - total[:, None, None]), float(total.sum())
 
-    def maximise(self, x: Array, y: Array, h: Array, steps: int = 4, least: float = 1e-4) -> None:
+    def maximise(self, x: Array, y: Array, h: Array, steps: int = 4, least: float = LEAST) -> None:
         """Experts: weighted least squares, variances not under `least`. Gates: steps of Newton's method with twice the
         largest curvature that a softmax has, which cannot overshoot (Böhning 1992)."""
         for i, j in np.ndindex(self.variance.shape):
             share = h[:, i, j]
             self.weights[i, j] = _solve(x, share, x.T @ (share * y))
             miss = y - x @ self.weights[i, j]
-            self.variance[i, j] = max(share @ miss**2 / share.sum(), least)
+            self.variance[i, j] = max(share @ miss**2 / max(share.sum(), 1e-300), least)
         for _ in range(steps):
             top, inner = self.gates(x)
             branch = h.sum(2)  # [N, I]
@@ -64,9 +65,12 @@ class Tree:
 
 def fit(x: Array, y: Array, branches: int, experts: int, steps: int = 40, seed: int = 0) -> tuple[Tree, list[float]]:
     """A tree fitted to x [N, d], y [N] by EM from random weights, and the log-likelihood before each step."""
+    if x.ndim != 2 or not len(x) or y.shape != x.shape[:1] or not np.isfinite(np.c_[x, y]).all():
+        raise ValueError(f"x {x.shape} is [N, d] and y {y.shape} [N], with N of 1 or more, and without NaN or infinity")
     rng, d = np.random.default_rng(seed), x.shape[1]
     draw = lambda *shape: rng.normal(size=(*shape, d))
-    tree = Tree(draw(branches), draw(branches, experts), draw(branches, experts), np.full((branches, experts), y.var()))
+    spread = np.full((branches, experts), max(y.var(), LEAST))
+    tree = Tree(draw(branches), draw(branches, experts), draw(branches, experts), spread)
     history = []
     for _ in range(steps):
         h, likelihood = tree.expect(x, y)

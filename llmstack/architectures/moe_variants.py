@@ -99,7 +99,7 @@ def balanced_k_means(points: Tensor, n: int, rounds: int = 10, seed: int = 0) ->
     """Labels [F] of points [F, D]: n clusters of F / n each, by assignment to the centres and new centres in turn."""
     from scipy.optimize import linear_sum_assignment
 
-    if len(points) % n:
+    if n < 1 or rounds < 1 or len(points) % n:
         raise ValueError(f"{len(points)} neurons do not divide into {n} experts; choose a divisor")
     size, rng = len(points) // n, torch.Generator().manual_seed(seed)
     centres = points[torch.randperm(len(points), generator=rng)[:n]]
@@ -122,11 +122,14 @@ class MoEfied(MoE):
     def __init__(self, ffn: FeedForward, n: int, k: int, seen: Tensor | None = None, seed: int = 0):
         if ffn.gate is not None or ffn.act(torch.tensor(-1.0)) != 0:
             raise ValueError("MoEfication takes a plain ReLU FFN: of no other do silent neurons add nothing")
+        if not 1 <= k <= n:
+            raise ValueError(f"k = {k} experts a token, but there are {n}; choose 1 to {n}")
         width, d_model = ffn.up.weight.shape
         like = ffn.up.weight if seen is None else nn.functional.normalize(ffn.up(seen).relu().T)  # [F, D or N]
         order = balanced_k_means(like, n, seed=seed).argsort(stable=True)
-        bias = torch.zeros(width) if ffn.up.bias is None else ffn.up.bias
-        experts = Experts(n, d_model + 1, width // n, "relu")  # the bias is the weight of a 1 behind x
+        bias = ffn.up.weight.new_zeros(width) if ffn.up.bias is None else ffn.up.bias
+        # the bias is the weight of a 1 behind x
+        experts = Experts(n, d_model + 1, width // n, "relu").to(ffn.up.weight)
         experts.up.copy_(torch.cat([ffn.up.weight, bias[:, None]], 1)[order].unflatten(0, (n, -1)))
         experts.down = nn.Parameter(ffn.down.weight[:, order].unflatten(1, (n, -1)).transpose(0, 1).contiguous())
         super().__init__(experts, place)

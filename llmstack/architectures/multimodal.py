@@ -59,6 +59,7 @@ def salient(attention: Tensor, ratio: float | None = None) -> Tensor:
     """Which tokens to keep, bool [B, N], by the class token's attention [B, N]: the largest, and those more than 1.5
     interquartile ranges above the third quartile; or with `ratio` the ⌈ratio · N⌉ largest. Raises ValueError."""
     if ratio is None:
+        attention = attention.to(torch.promote_types(attention.dtype, torch.float32))  # no quantiles of halves
         low, high = attention.quantile(torch.tensor([0.25, 0.75]).to(attention), dim=-1, keepdim=True)
         return (attention > high + 1.5 * (high - low)) | (attention == attention.amax(-1, keepdim=True))
     if not 0 < ratio <= 1:
@@ -76,7 +77,7 @@ def prumerge(
     are most like its own. Where none is dropped that is the token itself.
     """
     out = []
-    for x, k, a, keep in zip(tokens, normalize(keys, dim=-1), attention, salient(attention, ratio)):
+    for x, k, a, keep in zip(tokens, normalize(keys, dim=-1), attention, salient(attention, ratio), strict=True):
         near = (k[keep] @ k[~keep].T).topk(min(neighbours, int((~keep).sum())), -1).indices  # [M, k] among the dropped
         weights = torch.cat([a[keep][:, None], a[~keep][near]], 1)  # [M, 1 + k]
         group = torch.cat([x[keep][:, None], x[~keep][near]], 1)  # [M, 1 + k, D]
@@ -109,6 +110,8 @@ class VisionLanguage(nn.Module):
 
     def __init__(self, see: nn.Module, decoder: Decoder):
         super().__init__()
+        if not isinstance(decoder, Decoder) or decoder.config.d_state:
+            raise TypeError(f"soft tokens stand before a Transformer decoder's words, got {type(decoder).__name__}")
         self.see, self.decoder = see, decoder
 
     def forward(self, ids: Tensor, images: Tensor | None = None) -> Tensor:
@@ -118,7 +121,8 @@ class VisionLanguage(nn.Module):
         soft = self.see(images)
         soft, real = soft if isinstance(soft, tuple) else (soft, None)
         model, B, Q = self.decoder, len(ids), soft.shape[1]
-        check_ids(ids, model.config)
+        table = model.config.max_seq_len if model.config.positions == "learned" else 0
+        check_ids(ids, model.config, start=Q, table=table)
         padding = None if real is None else torch.cat([real, torch.ones_like(ids, dtype=torch.bool)], 1)
         now, positions = prepare(model.config, torch.cat([ids.new_zeros(B, Q), ids], 1), padding)
         x = torch.cat([soft, model.embed(ids, positions[:, Q:])], 1)  # [B, Q + T, D]

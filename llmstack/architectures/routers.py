@@ -58,7 +58,7 @@ class Routing:
 
 def capacity_for(tokens: int, experts: int, k: int, factor: float) -> int:
     """Room of an expert: its even share of k · tokens assignments times a capacity factor, rounded up."""
-    return math.ceil(factor * k * tokens / experts)
+    return math.ceil(round(factor * k * tokens / experts, 9))  # 1.1 · 100 / 10 is 11, not 11.000000000000002
 
 
 def top_k(
@@ -82,13 +82,19 @@ def top_k(
     placed first (V-MoE's batch priority, arXiv:2106.05974, section 4.1).
     """
     E = logits.shape[-1]
+    if logits.ndim != 3 or not logits.is_floating_point():
+        raise ValueError(f"logits are numbers [G, N, E], got {logits.dtype} {list(logits.shape)}; one group is x[None]")
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"score = {score!r}, but it must be 'softmax' or 'sigmoid'")
+    if not 1 <= groups_kept <= groups or E % groups or E // groups * groups_kept < k <= E:
+        raise ValueError(f"groups = {groups}, groups_kept = {groups_kept}: {E} experts divide, those kept hold k = {k}")
     if not 1 <= k <= E:
         raise ValueError(f"top_k = {k} experts a token, but there are {E}; choose 1 to {E}, or add experts")
     p = logits.softmax(-1) if score == "softmax" else logits.sigmoid()  # [G, N, E]
     wanted = p if bias is None else p + bias
     if groups > 1:
         grouped = wanted.unflatten(-1, (groups, -1))  # [G, N, groups, E / groups]
-        best = grouped.topk(1 if score == "softmax" else 2).values.sum(-1)
+        best = grouped.topk(1 if score == "softmax" else min(2, E // groups)).values.sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(groups_kept).indices, True)
         wanted = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
     gate, expert = wanted.topk(k)  # [G, N, k]
@@ -206,14 +212,16 @@ def base(logits: Tensor, training: bool = True) -> Routing:
     else:
         copies = -(-N // E)
         price = -np.repeat(logits.detach().double().cpu().numpy(), copies, axis=-1)  # [G, N, E · copies]
-        slots = np.stack([linear_sum_assignment(p)[1] for p in price])
+        slots = np.array([linear_sum_assignment(p)[1] for p in price], int).reshape(G, N)
         expert = torch.from_numpy(slots // copies).to(logits.device)[..., None]
     return place(logits.sigmoid(), expert, logits.sigmoid().gather(-1, expert))
 
 
 def hashed(logits: Tensor, ids: Tensor, table: Tensor) -> Routing:
     """The expert that table [V] gives each of ids [G, N], whatever the logits say; gates are 1."""
-    expert = table[ids][..., None]
+    expert, E = table[ids][..., None], logits.shape[-1]
+    if ids.shape != logits.shape[:-1] or ((expert < 0) | (expert >= E)).any():
+        raise ValueError(f"ids {list(ids.shape)} must be {list(logits.shape[:-1])}, table hold experts 0 to {E - 1}")
     return place(torch.ones_like(logits) / logits.shape[-1], expert, torch.ones_like(expert, dtype=logits.dtype))
 
 
@@ -244,7 +252,7 @@ def z_loss(logits: Tensor) -> Tensor:
 
 def cv_squared(x: Tensor) -> Tensor:
     """(Standard deviation over mean)² of a load [E]: 0 when even."""
-    return x.var(unbiased=False) / x.mean().square()
+    return x.var(unbiased=False) / x.mean().square().clamp(min=torch.finfo(x.dtype).tiny)
 
 
 def importance_loss(routing: Routing) -> Tensor:

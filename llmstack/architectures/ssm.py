@@ -90,6 +90,8 @@ class S4D(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The convolution, by FFT over twice the length so that the end does not wrap to the start: O(T log T)."""
         T = x.shape[1]
+        if x.shape[2] != len(self.skip):
+            raise ValueError(f"x is [B, T, {len(self.skip)}], got {list(x.shape)}")
         spectrum = torch.fft.rfft(x, 2 * T, 1) * torch.fft.rfft(self.kernel(T).T, 2 * T, 0)  # [B, T + 1, D]
         return torch.fft.irfft(spectrum, 2 * T, 1)[:, :T] + self.skip * x
 
@@ -113,7 +115,14 @@ class StateCache:
         inner, where = config.expand * config.d_model, dict(device=device, dtype=dtype)
         self.inputs = torch.zeros(config.n_layers, batch, config.d_conv - 1, inner, **where)
         self.states = torch.zeros(config.n_layers, batch, inner, config.d_state, **where)
+        self.begun = torch.zeros(batch, dtype=torch.bool, device=device)  # rows that have had a real token
         self.length = 0
+
+    def advance(self, real: Tensor) -> None:
+        """Take in T tokens, real [B, T] (False: padding). Raises ValueError on another batch."""
+        if len(real) != len(self.begun):
+            raise ValueError(f"the cache was made for batch {len(self.begun)}, got {len(real)}; make a new one")
+        self.length, self.begun = self.length + real.shape[1], self.begun | real.any(1)
 
 
 class Mixer(nn.Module):
@@ -180,6 +189,10 @@ class Mamba(Decoder):
         nn.Module.__init__(self)
         if config.kind != "decoder":
             raise ConfigError(f"{config.name}: a state space with d_state = {config.d_state} is of kind 'decoder'")
+        if config.activation not in ACTIVATIONS_TORCH:
+            config._refuse("activation", f"a mixer has its own gate; take one of {', '.join(ACTIVATIONS_TORCH)}")
+        if config.positions in ("learned", "sinusoidal"):
+            config._refuse("positions", "a state space knows the order by itself; take 'none'")
         self.config = config
         self.embed = Embedding(config)
         self.blocks = nn.ModuleList(MambaBlock(config, layer) for layer in range(config.n_layers))
@@ -192,10 +205,23 @@ class Mamba(Decoder):
 
     def states(self, ids: Tensor, padding: Tensor | None = None, cache: StateCache | None = None) -> Iterator[Tensor]:
         check_ids(ids, self.config)
+        if padding is not None:
+            padding = self._checked(padding, ids, cache)
+        if cache is not None:
+            cache.advance(torch.ones_like(ids, dtype=torch.bool) if padding is None else padding)
         x = self.embed(ids, torch.arange(ids.shape[1], device=ids.device)[None])  # [B, T, D]
         for block in self.blocks:
             yield x
             x = block(x, padding, cache)
-        if cache is not None:
-            cache.length += ids.shape[1]
         yield x if self.norm is None else self.norm(x)
+
+    def _checked(self, padding: Tensor, ids: Tensor, cache: StateCache | None) -> Tensor:
+        """Padding as bool, where no token stands behind it: the convolution would read it as zeros of the text."""
+        if padding.shape != ids.shape:
+            raise ValueError(f"padding must be shaped as ids, {list(ids.shape)}; got {list(padding.shape)}")
+        padding, cached = padding.bool(), cache is not None
+        begun = (padding.cumsum(1) > 0) | (cache.begun[:, None] if cached else False)
+        gap = begun & ~padding
+        if (padding & (gap.cumsum(1) > 0)).any() or (cached and gap.any()):
+            raise ValueError("a state space takes padding on the left only, or without a cache on the right: pad left")
+        return padding

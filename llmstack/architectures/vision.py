@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -44,10 +45,12 @@ def patchify(x: Tensor, patch: Sequence[int]) -> Tensor:
 def unpatchify(tokens: Tensor, patch: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """The inverse: tokens [B, N, C · p₁ · p₂ …] -> x [B, C, *sizes]."""
     n = [s // p for s, p in zip(sizes, patch)]
-    x = tokens.reshape(len(tokens), *n, -1, *patch)  # [B, n₁, n₂ …, C, p₁, p₂ …]
+    if [p * m for p, m in zip(patch, n)] != list(sizes) or prod(n) != tokens.shape[1] or tokens.shape[2] % prod(patch):
+        raise ValueError(f"tokens {list(tokens.shape)} are not those of sizes {list(sizes)}, patches of {list(patch)}")
+    x = tokens.reshape(len(tokens), *n, tokens.shape[2] // prod(patch), *patch)  # [B, n₁, n₂ …, C, p₁, p₂ …]
     D = len(patch)
     pairs = [axis for i in range(D) for axis in (1 + i, 2 + D + i)]
-    return x.permute(0, 1 + D, *pairs).reshape(len(x), -1, *sizes)
+    return x.permute(0, 1 + D, *pairs).reshape(len(x), x.shape[1 + D], *sizes)
 
 
 def visual_tokens(height: int, width: int, patch: int) -> int:
@@ -166,6 +169,10 @@ def contrastive_loss(logits: Tensor, same: Tensor | None = None) -> Tensor:
     `same` [B, B] is True where a caption is right for a picture; by default only its own is.
     """
     same = torch.eye(len(logits), device=logits.device) if same is None else same.float()
+    if logits.shape != same.shape or not (same.any(0).all() and same.any(1).all()):
+        raise ValueError(
+            f"logits {list(logits.shape)} and same are [B, B], every picture with a right caption and back"
+        )
     share = lambda right: right / right.sum(1, keepdim=True)
     return (cross_entropy(logits, share(same)) + cross_entropy(logits.T, share(same.T))) / 2
 

@@ -27,14 +27,21 @@ UNSEEN = tuple(range(0, len(SCENES), 7))  # 19 of them, to be held out: their wo
 WORDS = ("<start>", "<end>", *(word for kind in KINDS for word in kind))
 
 
+def _check(scenes: Tensor) -> None:
+    if scenes.ndim != 1 or not ((scenes >= 0) & (scenes < len(SCENES))).all():
+        raise ValueError(f"scenes are numbers [B] from 0 to {len(SCENES) - 1}, got {scenes.tolist()!r:.200}")
+
+
 def caption_ids(scenes: Tensor) -> Tensor:
     """Numbers of scenes [B] -> ids [B, 7]: start, five words, end."""
+    _check(scenes)
     words = [[0, *(WORDS.index(w) for w in SCENES[s]), 1] for s in scenes.tolist()]
     return torch.tensor(words).reshape(-1, 7)
 
 
 def draw_shapes(scenes: Tensor, size: int = 24, seed: int = 0, noise: float = 0.05) -> Tensor:
     """Pictures [B, 3, size, size] in 0 … 1 of the scenes [B]: a shape on black, a little moved, under noise."""
+    _check(scenes)
     rng = np.random.default_rng(seed)
     out = np.zeros((len(scenes), 3, size, size))
     y, x = (np.mgrid[:size, :size] + 0.5) / size

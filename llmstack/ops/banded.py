@@ -54,7 +54,7 @@ def banded_lse(
     _check(q, k, v, back, ahead)
     T = q.shape[2]
     c = min(block or max(back + ahead, 16), max(T, 1))
-    blocks = -(-T // c)
+    blocks = max(1, -(-T // c))
     fill = blocks * c - T
     pad = lambda x, left, right: torch.nn.functional.pad(x, (0, 0, left, right))
     runs = lambda x: pad(x, back, ahead + fill).unfold(2, c + back + ahead, c).transpose(-1, -2)

@@ -57,6 +57,8 @@ def attention_lse(
         scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
+    if not scores.shape[-1]:  # no keys at all
+        return q.new_zeros(*scores.shape[:-1], v.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf)
     top = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)  # [..., T, 1]
     e = torch.exp(scores - top)
     total = e.sum(-1, keepdim=True)  # [..., T, 1]

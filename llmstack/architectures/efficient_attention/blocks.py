@@ -25,12 +25,12 @@ def window_attention(
     """window(width, ahead) | hubs(…): Longformer. With ahead = 0 it is causal, and early hubs are attention sinks.
 
     hub_qkv: other projections of the same tokens [B, H, T, Dh], from which the hubs' own rows are made (Longformer has
-    them). Work: T (width + ahead + 2 hubs). Raises ValueError on a width under 1.
+    them). Work: T (width + ahead + 2 hubs). Raises ValueError on a width under 1 and on hubs outside of 0 … T − 1.
     """
-    if width < 1:
-        raise ValueError(f"width = {width}, but a query sees itself, so a window is 1 or more")
-    T, is_causal = q.shape[2], ahead == 0
-    hub = torch.as_tensor(hubs, dtype=torch.long, device=q.device)
+    T, is_causal, hubs = q.shape[2], ahead == 0, sorted(set(hubs))
+    if width < 1 or not all(0 <= h < T for h in hubs):
+        raise ValueError(f"width = {width}, but a query sees itself: 1 or more; hubs = {hubs} are among {T} positions")
+    hub = torch.tensor(hubs, dtype=torch.long, device=q.device)
     keep = torch.ones(T, dtype=torch.bool, device=q.device).index_fill(0, hub, False)
     near = banded_lse(q, k, v, width - 1, ahead, keep)
     if not len(hub):
@@ -53,7 +53,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, block: int, lay
     """
     T, device = q.shape[2], q.device
     layout = mask.blocks(T, block) if layout is None else layout
-    if layout.shape != (T // block, T // block) or T % block:
+    if block < 1 or T % block or layout.shape != (T // block, T // block):
         raise ValueError(f"layout {list(layout.shape)} is not [T / block, T / block] for T = {T} and block = {block}")
     cut = lambda x: x.unflatten(2, (-1, block))  # [B, H, N, block, Dh]
     q, k, v = cut(q), cut(k), cut(v)
@@ -76,6 +76,8 @@ def column_attention(q: Tensor, k: Tensor, v: Tensor, stride: int, itself: bool 
     itself: whether a query sees its own position.
     """
     T = q.shape[2]
+    if stride < 1:
+        raise ValueError(f"stride = {stride}, but it counts positions: 1 or more; √T is usual")
     fill = -T % stride
     fold = lambda x: torch.nn.functional.pad(x, (0, 0, 0, fill)).unflatten(2, (-1, stride)).transpose(2, 3)
     q, k, v = fold(q), fold(k), fold(v)  # [B, H, stride, T / stride, Dh]
@@ -87,9 +89,7 @@ def column_attention(q: Tensor, k: Tensor, v: Tensor, stride: int, itself: bool 
 
 def strided_attention(q: Tensor, k: Tensor, v: Tensor, stride: int) -> Tensor:
     """strided(stride): the last `stride` keys, and the columns before them. 1.5 T √T pairs at stride √T."""
-    if stride < 1:
-        raise ValueError(f"stride = {stride}, but it counts positions: 1 or more; √T is usual")
-    return merge_torch(*zip(banded_lse(q, k, v, stride - 1), column_attention(q, k, v, stride, itself=False)))
+    return merge_torch(*zip(column_attention(q, k, v, stride, itself=False), banded_lse(q, k, v, stride - 1)))
 
 
 def dilated_attention(

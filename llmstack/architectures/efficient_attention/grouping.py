@@ -16,9 +16,12 @@ def to_groups(model: Decoder, n_kv_heads: int) -> Decoder:
     Raises ValueError where the model's key-value heads do not divide by n_kv_heads.
     """
     config = model.config
+    if config.kv_lora_rank or config.d_state:
+        raise ValueError(f"{config.name} has no key-value heads to pool: latent attention or state spaces")
     if n_kv_heads < 1 or config.n_kv_heads % n_kv_heads:
         raise ValueError(f"n_kv_heads = {n_kv_heads} does not divide the {config.n_kv_heads} of {config.name}")
-    grouped = build(config.with_(n_kv_heads=n_kv_heads))
+    weight = next(model.parameters())
+    grouped = build(config.with_(n_kv_heads=n_kv_heads), device=weight.device, dtype=weight.dtype)
     shape = (n_kv_heads, config.n_kv_heads // n_kv_heads, config.d_head)
     pooled = lambda w: w.unflatten(0, shape).mean(1).flatten(0, 1)  # [K Dh, D] or [K Dh]
     shared = lambda name: ".attention." in name and name.split(".")[-2] in ("k", "v")
@@ -30,7 +33,9 @@ def to_groups(model: Decoder, n_kv_heads: int) -> Decoder:
 
 def kv_values(config: ModelConfig) -> int:
     """Values that a cache keeps for one token in all layers: 2 K Dh each, or with latent attention (DeepSeek-V2,
-    arXiv:2405.04434, section 2.1) one latent and one rotated key."""
+    arXiv:2405.04434, section 2.1) one latent and one rotated key; a state space keeps none."""
+    if config.d_state:
+        return 0
     if config.kv_lora_rank:
         return config.n_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
     return config.n_layers * 2 * config.n_kv_heads * config.d_head

@@ -26,12 +26,15 @@ class SinkCache:
     Positions count slots of the cache, not tokens of the text (section 3.2): the sinks always stand right before the
     window, so no rotation is larger than the model was trained on. Kept keys are turned back as they move down. A pass
     of T tokens equals T passes of one: in it, a query meets the sinks at the distance that it would have alone.
-    Holds 2 L B K (sinks + window − 1) Dh values between passes. Raises ValueError on padding, and without RoPE.
+    Holds 2 L B K (sinks + window − 1) Dh values between passes. Raises ValueError on padding, on a model without RoPE,
+    and on one with latent attention.
     """
 
     def __init__(self, config: ModelConfig, batch: int = 1, sinks: int = 4, window: int = 256):
-        if window < 1 or sinks < 0:
-            raise ValueError(f"sinks = {sinks}, window = {window}: a query sees itself, so a window is 1 or more")
+        if not isinstance(sinks, int) or not isinstance(window, int) or window < 1 or sinks < 0:
+            raise ValueError(f"sinks = {sinks}, window = {window}: a query sees itself, so window is a whole 1 or more")
+        if config.kv_lora_rank:
+            raise ValueError(f"{config.name} caches latents (kv_lora_rank), not keys to move: take a ContiguousCache")
         if config.positions != "rope" or config.sliding_window:
             raise ValueError(f"{config.name}: a sink cache moves keys to other positions, which takes plain RoPE")
         self.config, self.sinks, self.window, self.batch = config, sinks, window, batch
@@ -83,8 +86,11 @@ class SinkCache:
 
 @torch.no_grad()
 def stream_losses(model: Decoder, ids: Tensor, cache: Cache, chunk: int = 256) -> Tensor:
-    """Loss in nats for each token after the first, [T − 1], of ids [1, T] read in chunks through a cache."""
-    losses = []
+    """Loss in nats for each token after the first, [T − 1], of ids [1, T] read in chunks through a cache.
+    Raises ValueError on other ids and on a chunk under 1."""
+    if ids.ndim != 2 or len(ids) != 1 or chunk < 1:
+        raise ValueError(f"ids = {list(ids.shape)}, chunk = {chunk}: one text [1, T] is read, 1 or more tokens a time")
+    losses = [torch.zeros(0, device=ids.device)]  # a text of one token has no loss
     for start in range(0, ids.shape[1] - 1, chunk):
         logits = model(ids[:, start : min(start + chunk, ids.shape[1] - 1)], cache=cache)[0]  # [up to chunk, V]
         losses.append(cross_entropy_torch(logits, ids[0, start + 1 : start + 1 + len(logits)], reduction="none"))

@@ -12,6 +12,7 @@ in more than half of the texts. An inverted index touches only the texts that ho
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
@@ -21,17 +22,18 @@ from llmstack.execution.retrieval.exact import checked_k, nearest
 
 
 def words(text: str) -> list[str]:
-    """Lower-case runs of letters and digits, with what a hyphen, a point or an apostrophe joins."""
-    return re.findall(r"[^\W_]+(?:[-.'][^\W_]+)*", text.lower())
+    """Runs of letters and digits, with what a hyphen, a point or an apostrophe joins; case and the two ways to write é
+    in Unicode make no difference."""
+    return re.findall(r"[^\W_]+(?:[-.'][^\W_]+)*", unicodedata.normalize("NFKC", text.casefold()))
 
 
 class BM25:
     """An inverted index: for each word the texts that hold it and how often. `.touched` is what the last query read."""
 
     def __init__(self, texts: Sequence[str], k1: float = 1.5, b: float = 0.75):
-        if isinstance(texts, str) or not len(texts):
-            raise ValueError(f'BM25 takes a list of texts, one at least: ["…", …]; got {texts!r}')
-        if not (k1 >= 0 and 0 <= b <= 1):
+        if isinstance(texts, str) or not len(texts) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f'BM25 takes a list of texts, one at least: ["…", …]; got {texts!r:.200}')
+        if not (0 <= k1 < np.inf and 0 <= b <= 1):
             raise ValueError(f"k1 = {k1}, b = {b}: k1 is zero or more (1.2 to 2 is usual), b from 0 to 1 (0.75)")
         counts = [Counter(words(text)) for text in texts]
         length = np.array([sum(c.values()) for c in counts], float)  # [N]

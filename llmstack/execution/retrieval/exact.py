@@ -12,18 +12,22 @@ import numpy as np
 
 from llmstack import facts
 
+LARGEST = 1e16  # of a component: its square times any width that there is stays within fp32
+
 
 def checked(vectors: Any, width: int = 0, what: str = "vectors") -> np.ndarray:
-    """Vectors as fp32 [n, D]. Raises ValueError for another shape or width, and for NaN or infinity."""
+    """Vectors as fp32 [n, D]. Raises ValueError for another shape or width, NaN, infinity, and over LARGEST."""
     x = np.asarray(vectors)
     if x.ndim != 2 or not x.shape[1] or x.dtype.kind not in "fiu":
         raise ValueError(f"{what} must be numbers [n, D], got {x.dtype} {list(x.shape)}; one vector is x[None]")
     if width and x.shape[1] != width:
         raise ValueError(f"{what} have width {x.shape[1]}, but the index holds {width}: embed both with one model")
-    x = np.ascontiguousarray(x, np.float32)
-    if bad := np.flatnonzero(~np.isfinite(x).all(1)).tolist():
-        raise ValueError(f"{what} hold NaN or infinity in rows {bad[:5]}; drop those rows, or look at what made them")
-    return x
+    if bad := np.flatnonzero(~(np.abs(x) <= LARGEST).all(1)).tolist():
+        raise ValueError(
+            f"{what} hold NaN or infinity in rows {bad[:5]}, or values over {LARGEST:g}, whose squares overflow; drop "
+            "those rows, or look at what made them"
+        )
+    return np.ascontiguousarray(x, np.float32)
 
 
 def checked_stored(vectors: Any) -> np.ndarray:
@@ -62,15 +66,17 @@ def stacked(rows: list[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarr
 
 
 class Flat:
-    """Exact nearest neighbours of x [n, D]."""
+    """Exact nearest neighbours of x [n, D]. Distances are taken from the vectors' mean, which moves none of them: far
+    from 0, |q|² + |x|² - 2 q·x would be a small difference of large numbers."""
 
     def __init__(self, vectors: np.ndarray):
         self.x = checked_stored(vectors)
+        self.mean = self.x.mean(0, dtype=np.float64).astype(np.float32)
 
     def search(self, queries: np.ndarray, k: int = 10) -> tuple[np.ndarray, np.ndarray]:
         queries, k = checked(queries, self.x.shape[1], "queries"), checked_k(k, len(self.x))
         every = np.arange(len(self.x))
-        return stacked([nearest(row, every, k) for row in squared(queries, self.x)], k)
+        return stacked([nearest(row, every, k) for row in squared(queries - self.mean, self.x - self.mean)], k)
 
 
 def recall(found: np.ndarray, truth: np.ndarray) -> float:
@@ -90,6 +96,8 @@ class Verses(NamedTuple):
 
 def verses(n: int = 0) -> Verses:
     """Sentence vectors of all-MiniLM-L6-v2, as data/retrieval/embed.py made them; the first n, or all 1,890."""
+    if n < 0:
+        raise ValueError(f"n = {n} verses, but it must be 1 or more, or 0 for all")
     with np.load(facts.data_path() / "retrieval" / "verses.npz") as file:
         lines = {name: file[name].tobytes().decode().split("\n") for name in ("texts", "chapters", "asked")}
         kept = slice(n or None)

@@ -22,7 +22,7 @@ def kmeans(x: np.ndarray, k: int, seed: int = 0, steps: int = 25) -> np.ndarray:
     The start is k of the vectors; a cell that loses all its own gets a vector from among those farthest from theirs.
     """
     n, D = x.shape[-2:]
-    if not 1 <= k <= n:
+    if not isinstance(k, int | np.integer) or not 1 <= k <= n:
         raise ValueError(f"k = {k} centres of {n} vectors: take from 1 to {n}, better n / 30 or fewer")
     flat = x.reshape(-1, n, D)
     rng = np.random.default_rng(seed)
@@ -45,7 +45,7 @@ class PQ:
     """A product quantiser learnt from x [n, D]. `.bytes` a vector as it would be packed; codes here are uint8 each."""
 
     def __init__(self, x: np.ndarray, parts: int, bits: int = 8, seed: int = 0):
-        D = x.shape[1]
+        D = (x := checked_stored(x)).shape[1]
         if parts < 1 or D % parts:
             raise ValueError(f"parts = {parts} must divide the width {D}, as {[p for p in (8, 16, 48) if D % p == 0]}")
         if not 1 <= bits <= 8 or 2**bits > len(x):
@@ -54,9 +54,10 @@ class PQ:
         self.pieces = kmeans(self._cut(x), 2**bits, seed)  # [parts, 2^bits, D / parts]
 
     def _cut(self, x: np.ndarray) -> np.ndarray:
-        return x.reshape(len(x), self.parts, -1).swapaxes(0, 1)  # [parts, n, D / parts]
+        return x.reshape(len(x), self.parts, x.shape[1] // self.parts).swapaxes(0, 1)  # [parts, n, D / parts]
 
     def encode(self, x: np.ndarray) -> np.ndarray:
+        x = checked(x, self.parts * self.pieces.shape[-1])
         return squared(self._cut(x), self.pieces).argmin(-1).T.astype(np.uint8)  # [n, parts]
 
     def decode(self, codes: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ waits: `beam` reads are asked for together.
 from __future__ import annotations
 
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -66,6 +67,8 @@ def write_disk_index(path: str | Path, vectors: np.ndarray, links: list[np.ndarr
         raise ValueError(
             f"links of {len(links)} nodes do not fit {len(x)} vectors: build the graph on the same vectors"
         )
+    if not all(0 <= node < len(x) for node in (entry, *np.concatenate(links).tolist())):
+        raise ValueError(f"entry = {entry} and all links must be among the {len(x)} vectors: those of vamana() are")
     record = _record(x.shape[1], R)
     each = SECTOR // record.itemsize
     rows = np.zeros(-(-len(x) // each) * each, record)
@@ -85,11 +88,21 @@ class DiskIndex:
     def __init__(self, path: str | Path):
         if not Path(path).is_file() or not Path(f"{path}.npz").is_file():
             raise FileNotFoundError(f"no index {path} with {path}.npz beside it; write_disk_index makes both")
-        with np.load(f"{path}.npz") as kept:
-            self.codes, (self.n, self.width, R, self.entry) = kept["codes"], kept["shape"].tolist()
-            self.pq = PQ.__new__(PQ)
-            self.pq.parts, self.pq.pieces, self.pq.bytes = self.codes.shape[1], kept["pieces"], float(kept["bytes"])
-        self.record = _record(self.width, R)
+        again = "write it again with write_disk_index"
+        self.pq = PQ.__new__(PQ)
+        try:
+            with np.load(f"{path}.npz") as kept:
+                self.codes, (self.n, self.width, R, self.entry) = kept["codes"], kept["shape"].tolist()
+                self.pq.pieces, self.pq.bytes = kept["pieces"], float(kept["bytes"])
+        except (ValueError, KeyError, EOFError, BadZipFile) as error:
+            raise ValueError(f"{path}.npz is damaged or another program's ({error}); {again}") from None
+        self.pq.parts, self.record = self.codes.shape[1], _record(self.width, R)
+        size, wanted = Path(path).stat().st_size, -(-self.n // (SECTOR // self.record.itemsize)) * SECTOR
+        if size != wanted or len(self.codes) != self.n or not 0 <= self.entry < self.n:
+            raise ValueError(
+                f"{path} has {size:,} bytes, but {path}.npz describes {self.n} vectors in {wanted:,}: one is cut short "
+                f"or another index's; {again}"
+            )
         self.file = np.memmap(path, np.uint8, "r").reshape(-1, SECTOR)
         self.reads, self.rounds = np.zeros(0, int), np.zeros(0, int)
 
@@ -110,6 +123,9 @@ class DiskIndex:
         while todo := [node for node in ids.tolist() if node not in exact][:beam]:
             records = [self._read(node) for node in todo]
             rounds += 1
+            for r in records:
+                if not 0 <= r["degree"] <= len(r["links"]) or not (0 <= r["links"]).all() & (r["links"] < self.n).all():
+                    raise ValueError(f"a record among {todo} is damaged; write the index again with write_disk_index")
             exact |= {node: float(((r["vector"] - query) ** 2).sum()) for node, r in zip(todo, records)}
             new = np.setdiff1d(np.concatenate([r["links"][: r["degree"]] for r in records]), ids)
             ids = np.append(ids, new)
