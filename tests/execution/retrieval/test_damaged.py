@@ -23,7 +23,10 @@ def test_the_oracle_is_exact_far_from_zero():
         assert np.array_equal(Flat(moved).search(moved[:5], 3)[1], truth)
 
 
-@pytest.mark.parametrize("make", [Flat, lambda x: IVF(x, 4), lambda x: HNSW(x, 4, 8), vamana], ids=str)
+MAKERS = {"flat": Flat, "ivf": lambda x: IVF(x, 4), "hnsw": lambda x: HNSW(x, 4, 8), "vamana": vamana}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_values_whose_squares_overflow_are_refused(make):
     with pytest.raises(ValueError, match="overflow"):
         make(X[:60] * np.float32(1e30))
