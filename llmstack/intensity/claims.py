@@ -3,7 +3,7 @@
 A multiply and an add are two operations; a token's forward pass through N weights is 2 N, and training on it 6 N.
 """
 
-from llmstack.config import ModelConfig, preset
+from llmstack.config import ModelConfig, preset, presets
 from llmstack.facts import Computed
 from llmstack.intensity.params import attention_params, ffn_params, params
 
@@ -96,3 +96,10 @@ def bert_to_gpt3() -> Computed:
     """BC-53: how many BERT-Base fit in GPT-3."""
     ratio = params(preset("gpt3-175b")).total / params(preset("bert-base-uncased")).total
     return Computed(ratio, "times", f"GPT-3 has {ratio:,.0f} times BERT-Base's parameters")
+
+
+def decoder_only() -> Computed:
+    """AC-11: the kinds among the published models of data/models.toml, which are a choice, not a census."""
+    kinds = [preset(name).kind for name in presets()]
+    share = kinds.count("decoder") / len(kinds)
+    return Computed(share, "of the models", f"{kinds.count('decoder')} of {len(kinds)} published models are decoders")
