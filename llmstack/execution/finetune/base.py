@@ -1,0 +1,125 @@
+"""What every method of fine-tuning shares: freeze, find the linears, prepare a model, keep what was trained.
+
+Full tuning with Adam in mixed precision holds 16 bytes a parameter: weight 2, gradient 2, master weight 4, moments 8
+(Rajbhandari et al. 2019, arXiv:1910.02054, section 3.1). What adds a share ρ of parameters to a frozen 16-bit base and
+trains only those holds 2 + 16 ρ.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+METHODS = {  # name -> module.function(model, **settings) -> Tuned
+    "full": "base.full",
+    "lora": "lora.lora",
+    "adapter": "adapters.serial",
+    "parallel-adapter": "adapters.parallel",
+    "prefix": "prompts.prefix",
+    "prompt": "prompts.prompt",
+    "p-tuning": "prompts.p_tuning",
+    "p-tuning-v2": "prompts.p_tuning_v2",
+}
+
+
+@dataclass
+class Tuned:
+    """A model prepared for tuning. `trainable`, by the model's own names, goes to the optimizer; left out, it is every
+    parameter that requires a gradient. `merge()` undoes the preparation and keeps what was learned, where the method
+    can. `after_backward()` is for methods that change gradients; the Trainer calls it between backward and step."""
+
+    model: nn.Module
+    trainable: dict[str, nn.Parameter] = field(default_factory=dict)
+    merge: Callable[[], nn.Module] | None = None
+    after_backward: Callable[[], None] | None = None
+
+    def __post_init__(self):
+        self.trainable = self.trainable or {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of what was trained, by name: as a safetensors file wants it."""
+        return {name: p.detach().clone().contiguous() for name, p in self.trainable.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Put a `state()` back, in place. Raises ValueError when it has other names or shapes."""
+        shapes = lambda tensors: {name: list(t.shape) for name, t in tensors.items()}
+        mine, given = shapes(self.trainable), shapes(state)
+        if wrong := sorted(n for n in mine | given if mine.get(n) != given.get(n)):
+            says = ", ".join(f"{n}: {given.get(n, 'absent')}, not {mine.get(n, 'trained here')}" for n in wrong[:3])
+            raise ValueError(f"this state is of another method, model or setting ({len(wrong)} differ: {says})")
+        for name, p in self.trainable.items():
+            p.copy_(state[name])
+
+    @property
+    def count(self) -> int:
+        """How many values are trained."""
+        return sum(p.numel() for p in self.trainable.values())
+
+
+def prepare(model: nn.Module, method: str, **settings: Any) -> Tuned:
+    """Make a model trainable by one of METHODS, in place. Afterwards it is called exactly as before.
+
+    Raises ValueError on an unknown method or setting, a model that is prepared already, and what the method refuses;
+    the model is unchanged then.
+    """
+    if method not in METHODS:
+        raise ValueError(f"no method {method!r} of fine-tuning; there are {', '.join(METHODS)}")
+    if getattr(model, "tuned_by", None):
+        raise ValueError(f"the model is prepared for {model.tuned_by!r} already; merge() first, or load it again")
+    module, _, name = METHODS[method].rpartition(".")
+    function = getattr(import_module(f"llmstack.execution.finetune.{module}"), name)
+    known = list(inspect.signature(function).parameters)[1:]
+    if unknown := sorted(set(settings) - set(known)):
+        raise ValueError(f"{method!r} has no setting {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+    before = [p for p in model.parameters() if p.requires_grad]
+    tuned = function(model, **settings)
+    model.tuned_by, merge = method, tuned.merge
+
+    def merged() -> nn.Module:
+        plain = merge()
+        for p in before:
+            p.requires_grad_(True)
+        plain.tuned_by = None
+        return plain
+
+    tuned.merge = merge and merged
+    return tuned
+
+
+def full(model: nn.Module) -> Tuned:
+    """Every weight is trained (those that a model keeps fixed, such as tables of sines, stay)."""
+    return Tuned(model, merge=lambda: model)
+
+
+def freeze(model: nn.Module) -> None:
+    """No parameter gets a gradient any more, and those left from earlier passes go."""
+    for p in model.parameters():
+        p.requires_grad_(False)
+        p.grad = None
+
+
+def linears(
+    model: nn.Module, targets: str | Sequence[str] = ("q", "v")
+) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
+    """(name, parent, attribute, linear) of the blocks' linears whose names end in a target: "q", "attention.o", "up".
+
+    `targets="all"` takes every one. `setattr(parent, attribute, other)` replaces it: collect them in a list before
+    that. Raises ValueError for a target that no linear has.
+    """
+    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and "blocks." in n}
+    ends = ("",) if targets == "all" else (targets,) if isinstance(targets, str) else tuple(targets)
+    hits = lambda name, end: not end or f".{name}".endswith(f".{end}")
+    if lost := [end for end in ends if not any(hits(name, end) for name in found)]:
+        kinds = sorted({name.rpartition(".")[2] for name in found})
+        raise ValueError(f"targets {lost} match no linear of the blocks; they have {', '.join(kinds) or 'none'}, 'all'")
+    for name, linear in found.items():
+        if any(hits(name, end) for end in ends):
+            parent, _, attribute = name.rpartition(".")
+            yield name, model.get_submodule(parent), attribute, linear
