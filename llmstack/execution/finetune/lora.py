@@ -1,0 +1,85 @@
+"""LoRA: what tuning adds to a matrix is a product of two thin ones (Hu et al. 2021, arXiv:2106.09685, eq. 3).
+
+    y = W x + (α / r) B A x        W [out, in] frozen, A [r, in] random, B [out, r] zero: at first nothing changes
+
+r (in + out) values are trained in place of in · out, and rank(ΔW) ≤ r. On Wq and Wv of L layers of width D that is
+4 L D r: for GPT-3 (L = 96, D = 12,288) 4.7 M with r = 1 and 37.7 M with r = 8, as its table 4 has it. Merged, W + ΔW is
+an ordinary matrix, and inference costs nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from llmstack.execution.finetune.base import Tuned, freeze, linears
+
+
+class LoRA(nn.Module):
+    """A linear, or whatever has in_features and out_features and is called as one, with a low-rank update beside it.
+
+    A is uniform within ± 1 / √in, as PEFT draws it. Where the base holds no floating-point weight, A and B are fp32.
+    """
+
+    def __init__(self, base: nn.Module, r: int, alpha: float, rng: torch.Generator):
+        super().__init__()
+        like = next(chain(base.parameters(), base.buffers()))
+        to = dict(device=like.device, dtype=like.dtype if like.is_floating_point() else torch.float32)
+        a = (2 * torch.rand(r, base.in_features, generator=rng, device="cpu") - 1) * base.in_features**-0.5
+        self.base, self.scale = base, alpha / r
+        self.a = nn.Parameter(a.to(**to))  # [r, in]
+        self.b = nn.Parameter(torch.zeros(base.out_features, r, **to))  # [out, r]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return self.base(x) + linear(linear(x, self.a), self.b) * self.scale
+
+    def delta(self) -> Tensor:
+        """ΔW [out, in]."""
+        return self.scale * self.b @ self.a
+
+
+def attach(
+    model: nn.Module,
+    r: int,
+    alpha: float,
+    targets: str | Sequence[str],
+    seed: int,
+    base: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
+) -> list[tuple[nn.Module, str, LoRA]]:
+    """Freeze the model and put LoRA in the place of the target linears: (parent, attribute, LoRA) of each.
+
+    `base` says what becomes of the linear itself. Raises ValueError when r is not a rank that every target can have.
+    """
+    found = list(linears(model, targets))
+    for name, _, _, module in found:
+        most = min(module.weight.shape)
+        if not isinstance(r, int) or not 1 <= r <= most:
+            shape = "×".join(map(str, module.weight.shape))
+            raise ValueError(f"r = {r!r}, but {name} is {shape}: a rank is a whole number from 1 to {most}")
+    freeze(model)
+    rng, placed = torch.Generator().manual_seed(seed), []
+    for _, parent, attribute, module in found:
+        placed.append((parent, attribute, LoRA(base(module), r, alpha, rng)))
+        setattr(*placed[-1])
+    return placed
+
+
+def lora(
+    model: nn.Module, r: int = 8, alpha: float = 16.0, targets: str | Sequence[str] = ("q", "v"), seed: int = 0
+) -> Tuned:
+    """Train A and B of the targets (base.linears). `merge()` adds ΔW to each matrix and takes A and B away."""
+    placed = attach(model, r, alpha, targets, seed)
+
+    @torch.no_grad()
+    def merge() -> nn.Module:
+        for parent, attribute, module in placed:
+            module.base.weight += module.delta()
+            setattr(parent, attribute, module.base)
+        return model
+
+    return Tuned(model, merge=merge)
