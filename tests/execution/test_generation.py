@@ -1,12 +1,14 @@
-"""Generation: stepwise is one-shot, batched is alone, greedy is transformers', sampling is the distribution."""
+"""Generation: stepwise is one-shot, batched is alone, greedy and beams are transformers', draws the softmax."""
 
 import pytest
 import torch
 
-from llmstack import preset
-from llmstack.architectures import build, save
+from llmstack import facts, preset
+from llmstack.architectures import build, pretrained, save
 from llmstack.architectures.cache import ContiguousCache
 from llmstack.execution import generate
+from llmstack.execution.generation import Decoding, beam_search, score
+from llmstack.ops.cross_entropy import cross_entropy_torch
 
 SMALL = dict(d_model=32, n_layers=2, n_heads=4, d_head=8, d_ff=48, vocab_size=99, max_seq_len=64)
 LLAMA = preset("llama3-8b").with_(**SMALL, n_kv_heads=2)
@@ -113,6 +115,8 @@ def test_nothing_to_add_gives_the_prompt_back():
         (LLAMA, dict(temperature=-1.0), "temperature = -1.0, but it must be a number, zero or more"),
         (LLAMA, dict(temperature=float("nan")), "temperature = nan, but"),
         (LLAMA, dict(temperature=None), "temperature = None, but"),
+        (LLAMA, dict(temperature=1.0, top_k=-1), "top_k = -1, but it must be a whole number of tokens"),
+        (LLAMA, dict(top_p=0.9), "temperature = 0 takes the likeliest"),
         (LLAMA, dict(max_new_tokens=-1), "max_new_tokens = -1, but it must be a whole number, zero or more"),
         (LLAMA, dict(max_new_tokens=1.5), "max_new_tokens = 1.5, but"),
         (LLAMA, dict(eos=99), "eos = 99, but it must be one of the 99 token ids"),
@@ -128,3 +132,166 @@ def test_nothing_to_add_gives_the_prompt_back():
 def test_refusals(config, change, match):
     with pytest.raises(ValueError, match=match):
         generate(**(dict(model=build(config), ids=torch.tensor([[1, 2]]), max_new_tokens=3) | change))
+
+
+def test_score_is_the_masked_pass_and_leaves_padding_out():
+    model, ids = model_of(LLAMA, torch.float64), ids_of(2, 9)
+    found = score(model, ids)
+    assert found.shape == (2, 8)
+    with torch.no_grad():
+        alone = [model(ids[:, :t])[:, -1].log_softmax(-1).gather(-1, ids[:, t : t + 1])[:, 0] for t in range(1, 9)]
+    torch.testing.assert_close(found, torch.stack(alone, 1))  # one token a pass, no cache
+    padding = torch.ones(2, 12, dtype=torch.bool)
+    padding[:, :3] = False
+    padded = score(model, torch.nn.functional.pad(ids, (3, 0)), padding)
+    assert not padded[:, :3].any()
+    torch.testing.assert_close(padded[:, 3:], found)
+
+
+@pytest.mark.parametrize("config", [LLAMA, T5], ids=lambda c: c.name)
+def test_the_parallel_loss_is_the_mean_of_the_stepwise_losses(config):
+    """Teacher forcing: given the gold prefix at every step, one pass has the loss of s passes."""
+    model, ids = model_of(config), ids_of(3, 12)
+    two_sided = config.kind == "encoder-decoder"
+    given = dict(source=ids_of(3, 7, seed=5)) if two_sided else {}
+    with torch.no_grad():
+        logits = model(given["source"], ids) if two_sided else model(ids)
+        parallel = cross_entropy_torch(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).mean()
+        step, losses = Decoding(model, ids[:, :1], 11, **given), []
+        for t in range(11):
+            losses.append(cross_entropy_torch(step(ids[:, t : t + 1]), ids[:, t + 1]).mean())
+    assert abs(parallel - torch.stack(losses).mean()) < 1e-6
+    torch.testing.assert_close(-score(model, ids, **given).mean(), parallel)
+
+
+def test_generating_keeps_no_graph_and_no_gradient():
+    model, ids = model_of(LLAMA), ids_of(2, 5)
+    outs = [generate(model, ids, 4), beam_search(model, ids, 4, 2), score(model, ids)]
+    assert not any(out.requires_grad or out.grad_fn for out in outs)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_drafted_tokens_verified_in_one_pass_are_those_of_as_many_steps():
+    model, ids = model_of(LLAMA, torch.float64), ids_of(2, 14)
+    together, stepwise = Decoding(model, ids[:, :8], 6), Decoding(model, ids[:, :8], 6)
+    with torch.no_grad():
+        together(ids[:, :8]), stepwise(ids[:, :8])
+        whole = model(ids[:, 8:], cache=together.cache)  # [2, 6, V]: six drafted tokens
+        steps = torch.stack([stepwise(ids[:, t : t + 1]) for t in range(8, 14)], 1)
+    torch.testing.assert_close(whole, steps)
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory):
+    """Our model and transformers' of the same weights, by config; wide, so that hypotheses compete."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    made = {}
+    for config in (LLAMA, GPT2, T5):
+        folder = tmp_path_factory.mktemp("peer")
+        save(model := model_of(config), folder)
+        kind = AutoModelForSeq2SeqLM if config.kind == "encoder-decoder" else AutoModelForCausalLM
+        made[config.name] = model, kind.from_pretrained(folder).eval()
+    return made
+
+
+def theirs(peer, ids, new, beams, penalty, eos, padding=None):
+    peer.generation_config.eos_token_id = peer.generation_config.pad_token_id = None
+    how = dict(max_new_tokens=new, do_sample=False, num_beams=beams, length_penalty=penalty, eos_token_id=eos)
+    mask = torch.ones_like(ids) if padding is None else padding.long()
+    return peer.generate(ids, attention_mask=mask, pad_token_id=0 if eos is None else eos, **how)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2, T5], ids=lambda c: c.name)
+def test_beam_search_is_transformers(config, peers):
+    (model, peer), ids = peers[config.name], ids_of(3, 6)
+    ours = lambda new, beams, penalty, eos, **more: (
+        beam_search(model, torch.zeros(len(ids), 1).long(), new, beams, penalty, eos, source=ids, **more)
+        if config.kind == "encoder-decoder"
+        else beam_search(model, ids, new, beams, penalty, eos, **more)
+    )
+    found = theirs(peer, ids, 12, 4, 1.0, None)
+    assert torch.equal(ours(12, 4, 1.0, None), found)
+    ends = found[:, -6:].unique().tolist()[:3]  # tokens that hypotheses do contain
+    lengths = set()
+    for eos in ends:
+        for beams, penalty in ((1, 1.0), (2, 0.0), (4, 1.0), (3, 2.0), (4, -1.0), (7, 0.5)):
+            want = theirs(peer, ids, 12, beams, penalty, eos)
+            assert torch.equal(ours(12, beams, penalty, eos), want), (beams, penalty, eos)
+            lengths |= {row.index(eos, 1) if eos in row[1:] else 0 for row in want.tolist()}
+    assert len(lengths) > 2  # rows that end early, late and never
+
+
+def test_beam_search_of_padded_prompts_and_sources_is_that_of_each_alone(peers):
+    ids = ids_of(2, 8)
+    padding = torch.ones(2, 8, dtype=torch.bool)
+    padding[1, :3] = False
+    model, peer = peers[LLAMA.name]
+    got = beam_search(model, ids, 9, 3, padding=padding)
+    assert torch.equal(got, theirs(peer, ids, 9, 3, 1.0, None, padding))
+    assert torch.equal(got[1, 8:], beam_search(model, ids[1:, 3:], 9, 3)[0, 5:])
+    model, start = peers[T5.name][0], torch.zeros(2, 1).long()
+    got = beam_search(model, start, 9, 3, source=ids, source_padding=padding.flip(1))
+    assert torch.equal(got[1], beam_search(model, start[1:], 9, 3, source=ids[1:, :5])[0])
+
+
+@pytest.mark.parametrize("name", ["llama-2m", "t5-2m"])
+def test_beam_search_of_stored_checkpoints_is_transformers(name):
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    model, tokenizer = pretrained(name)
+    two_sided = model.config.kind == "encoder-decoder"
+    kind = AutoModelForSeq2SeqLM if two_sided else AutoModelForCausalLM
+    peer = kind.from_pretrained(facts.data_path() / "checkpoints" / name).eval()
+    ids = torch.tensor([tokenizer.encode("And the king said unto")])
+    for penalty in (0.0, 1.0, 2.0):
+        want = theirs(peer, ids, 16, 4, penalty, tokenizer.eos)
+        if two_sided:
+            start = torch.full((1, 1), peer.generation_config.decoder_start_token_id)
+            got = beam_search(model, start, 16, 4, penalty, tokenizer.eos, source=ids)
+        else:
+            got = beam_search(model, ids, 16, 4, penalty, tokenizer.eos)
+        assert torch.equal(got, want)
+
+
+def test_beams_find_what_greedy_misses_and_one_beam_is_greedy():
+    """Against all 8³ continuations: half of the vocabulary as beams finds the likeliest in each of these models."""
+    missed = 0
+    for seed in range(5):
+        model, ids = build(LLAMA.with_(vocab_size=8, n_layers=1), seed, dtype=torch.float64), torch.tensor([[3]])
+        with torch.no_grad():
+            model.out.head.weight *= 30  # sharp
+        every = torch.cartesian_prod(*[torch.arange(8)] * 3)
+        worth = score(model, torch.cat([ids.expand(512, 1), every], 1)).sum(-1)
+        assert torch.equal(beam_search(model, ids, 3, 4, 0.0)[0, 1:], every[worth.argmax()])
+        greedy = generate(model, ids, 3)
+        assert torch.equal(beam_search(model, ids, 3, 1, 0.0), greedy)
+        missed += not torch.equal(greedy[0, 1:], every[worth.argmax()])
+    assert missed
+
+
+def test_a_state_space_model_keeps_its_states_with_its_beams():
+    model = model_of(preset("mamba-130m").with_(d_model=16, n_layers=2, vocab_size=99, dt_rank=2), torch.float64)
+    ids = ids_of(2, 5)
+    got = beam_search(model, ids, 7, 3, 0.0)
+    wide = beam_search(model, ids[1:], 7, 3, 0.0)
+    assert torch.equal(got[1:], wide)
+    assert (score(model, got)[:, 4:].sum(-1) >= score(model, generate(model, ids, 7))[:, 4:].sum(-1) - 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (dict(beams=0), "beams = 0, but it must be a whole number from 1 to half the vocabulary, 49"),
+        (dict(beams=50), "beams = 50"),
+        (dict(beams=2.0), "beams = 2.0"),
+        (dict(length_penalty=float("nan")), "length_penalty = nan, but it must be a number"),
+        (dict(max_new_tokens=-1), "max_new_tokens = -1"),
+    ],
+)
+def test_beam_search_refuses(change, match):
+    with pytest.raises(ValueError, match=match):
+        beam_search(**(dict(model=build(LLAMA), ids=torch.tensor([[1, 2]]), max_new_tokens=3, beams=2) | change))
+    with pytest.raises(TypeError, match="temperature"):  # a search draws nothing
+        beam_search(build(LLAMA), torch.tensor([[1, 2]]), 3, 2, temperature=1.0)
+    assert beam_search(build(LLAMA), torch.tensor([[1, 2]]), 0, 2).tolist() == [[1, 2]]
