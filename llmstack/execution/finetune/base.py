@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Targets = str | Sequence[str]
 METHODS = {  # name -> module.function(model, **settings) -> Tuned
     "full": "base.full",
     "lora": "lora.lora",
@@ -25,6 +26,9 @@ METHODS = {  # name -> module.function(model, **settings) -> Tuned
     "prompt": "prompts.prompt",
     "p-tuning": "prompts.p_tuning",
     "p-tuning-v2": "prompts.p_tuning_v2",
+    "diff": "sparse.diff",
+    "pafi": "sparse.pafi",
+    "fish": "sparse.fish",
 }
 
 
@@ -49,11 +53,9 @@ class Tuned:
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Put a `state()` back, in place. Raises ValueError when it has other names or shapes."""
-        shapes = lambda tensors: {name: list(t.shape) for name, t in tensors.items()}
-        mine, given = shapes(self.trainable), shapes(state)
-        if wrong := sorted(n for n in mine | given if mine.get(n) != given.get(n)):
-            says = ", ".join(f"{n}: {given.get(n, 'absent')}, not {mine.get(n, 'trained here')}" for n in wrong[:3])
-            raise ValueError(f"this state is of another method, model or setting ({len(wrong)} differ: {says})")
+        mine, given = ({n: list(t.shape) for n, t in tensors.items()} for tensors in (self.trainable, state))
+        if wrong := [f"{n}: {given.get(n)}, not {mine.get(n)}" for n in mine | given if mine.get(n) != given.get(n)]:
+            raise ValueError(f"this state is of another method, model or setting: {', '.join(wrong[:3])}")
         for name, p in self.trainable.items():
             p.copy_(state[name])
 
@@ -105,21 +107,18 @@ def freeze(model: nn.Module) -> None:
         p.grad = None
 
 
-def linears(
-    model: nn.Module, targets: str | Sequence[str] = ("q", "v")
-) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
+def linears(model: nn.Module, targets: Targets = ("q", "v")) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
     """(name, parent, attribute, linear) of the blocks' linears whose names end in a target: "q", "attention.o", "up".
 
     `targets="all"` takes every one. `setattr(parent, attribute, other)` replaces it: collect them in a list before
     that. Raises ValueError for a target that no linear has.
     """
     found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and "blocks." in n}
-    ends = ("",) if targets == "all" else (targets,) if isinstance(targets, str) else tuple(targets)
-    hits = lambda name, end: not end or f".{name}".endswith(f".{end}")
-    if lost := [end for end in ends if not any(hits(name, end) for name in found)]:
+    ends = [""] if targets == "all" else [targets] if isinstance(targets, str) else list(targets)
+    chosen = {end: [n for n in found if not end or f".{n}".endswith(f".{end}")] for end in ends}
+    if lost := [end for end, names in chosen.items() if not names]:
         kinds = sorted({name.rpartition(".")[2] for name in found})
         raise ValueError(f"targets {lost} match no linear of the blocks; they have {', '.join(kinds) or 'none'}, 'all'")
-    for name, linear in found.items():
-        if any(hits(name, end) for end in ends):
-            parent, _, attribute = name.rpartition(".")
-            yield name, model.get_submodule(parent), attribute, linear
+    for name in (n for n in found if any(n in names for names in chosen.values())):
+        parent, _, attribute = name.rpartition(".")
+        yield name, model.get_submodule(parent), attribute, found[name]

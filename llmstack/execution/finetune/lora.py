@@ -9,14 +9,14 @@ an ordinary matrix, and inference costs nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from llmstack.execution.finetune.base import Tuned, freeze, linears
+from llmstack.execution.finetune.base import Targets, Tuned, freeze, linears
 
 
 class LoRA(nn.Module):
@@ -44,21 +44,14 @@ class LoRA(nn.Module):
 
 
 def attach(
-    model: nn.Module,
-    r: int,
-    alpha: float,
-    targets: str | Sequence[str],
-    seed: int,
-    base: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
+    model: nn.Module, r: int, alpha: float, targets: Targets, seed: int, base: Callable = lambda linear: linear
 ) -> list[tuple[nn.Module, str, LoRA]]:
     """Freeze the model and put LoRA in the place of the target linears: (parent, attribute, LoRA) of each.
 
     `base` says what becomes of the linear itself. Raises ValueError when r is not a rank that every target can have.
     """
-    found = list(linears(model, targets))
-    for name, _, _, module in found:
-        most = min(module.weight.shape)
-        if not isinstance(r, int) or not 1 <= r <= most:
+    for name, _, _, module in (found := list(linears(model, targets))):
+        if r not in range(1, (most := min(module.weight.shape)) + 1):
             shape = "×".join(map(str, module.weight.shape))
             raise ValueError(f"r = {r!r}, but {name} is {shape}: a rank is a whole number from 1 to {most}")
     freeze(model)
@@ -69,9 +62,7 @@ def attach(
     return placed
 
 
-def lora(
-    model: nn.Module, r: int = 8, alpha: float = 16.0, targets: str | Sequence[str] = ("q", "v"), seed: int = 0
-) -> Tuned:
+def lora(model: nn.Module, r: int = 8, alpha: float = 16.0, targets: Targets = ("q", "v"), seed: int = 0) -> Tuned:
     """Train A and B of the targets (base.linears). `merge()` adds ΔW to each matrix and takes A and B away."""
     placed = attach(model, r, alpha, targets, seed)
 
