@@ -1,0 +1,136 @@
+"""Where batches come from: pure functions of the step, so the step is all that a resumed run needs to know of its data.
+
+A batch is a dict of tensors [B, T]:
+
+    ids        what the model reads
+    targets    what each position is to predict, already shifted; -100: no loss
+    padding    True at real tokens, where rows have different lengths
+    documents  of a packed row: the number of each token's document, -1 at padding
+    positions  of a packed row: they start again with each document
+
+`windows` cuts one long stream, `packed` puts several documents into a row, `padded` fills each row up to the longest of
+its batch. Each goes through what it has in a fresh order every epoch, an order that (seed, epoch) alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+Batch = dict[str, Tensor]
+Data = Callable[[int], Batch]
+IGNORE = -100
+TOO_LONG = ("raise", "split", "truncate")
+
+
+def windows(stream: Sequence[int] | Tensor, length: int, batch: int, seed: int = 0) -> Data:
+    """Batches of windows of `length` tokens side by side in one stream [N]; the next window's first token is a target.
+
+    Raises ValueError on a stream that does not fill one window.
+    """
+    stream = torch.as_tensor(stream, dtype=torch.long)
+    n = (len(stream) - 1) // length
+    if n < 1:
+        raise ValueError(f"{len(stream)} tokens fill no window of {length} and a next one: is the corpus empty?")
+    ids, targets = (stream[shift:][: n * length].view(n, length) for shift in (0, 1))
+    order = _order(n, batch, seed)
+    return lambda step: {"ids": ids[order(step)], "targets": targets[order(step)]}
+
+
+def packed(
+    documents: Sequence[Sequence[int]], length: int, batch: int, seed: int = 0, pad: int = 0, too_long: str = "raise"
+) -> Data:
+    """Batches of rows that hold several documents one after the other, each unseen by the others (`objectives.seen`).
+
+    A document of n tokens takes n - 1 places, since its last token is only a target; one of a single token has nothing
+    to predict and is left out. Documents go first-fit, in the order given. Those that need more than `length` places:
+    too_long "raise", "split" (the token between two parts is the first's last target and the second's first input) or
+    "truncate". Raises ValueError on those, and where no document is left.
+    """
+    if too_long not in TOO_LONG:
+        raise ValueError(f"too_long = {too_long!r}, but it must be one of {', '.join(TOO_LONG)}")
+    parts = []
+    for i, doc in enumerate(documents):
+        if len(doc) > length + 1 and too_long == "raise":
+            fix = "too_long='split' or 'truncate' takes it, or a longer length"
+            raise ValueError(f"document {i} has {len(doc)} tokens, but a row takes {length} and a next one; {fix}")
+        stop = len(doc) if too_long == "split" else min(len(doc), length + 1)
+        parts += [torch.as_tensor(doc[at : at + length + 1], dtype=torch.long) for at in range(0, stop - 1, length)]
+    if not parts:
+        raise ValueError(f"{len(documents)} documents, none with two tokens or more: is the corpus empty?")
+    rows = first_fit([len(p) - 1 for p in parts], length)
+    order = _order(len(rows), batch, seed)
+
+    def data(step: int) -> Batch:
+        blank = {"ids": pad, "targets": IGNORE, "documents": -1, "positions": 0}
+        out = {key: torch.full((batch, length), value) for key, value in blank.items()}
+        for b, row in enumerate(order(step).tolist()):
+            chosen = [parts[i] for i in rows[row]]
+            lengths = torch.tensor([len(p) - 1 for p in chosen])
+            here = slice(0, int(lengths.sum()))
+            out["ids"][b, here] = torch.cat([p[:-1] for p in chosen])
+            out["targets"][b, here] = torch.cat([p[1:] for p in chosen])
+            out["documents"][b, here] = torch.arange(len(chosen)).repeat_interleave(lengths)
+            out["positions"][b, here] = torch.cat([torch.arange(n) for n in lengths])
+        return out | {"padding": out["documents"] >= 0}
+
+    return data
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Rows of indices: each item goes into the first row that has room for it, or opens one."""
+    rows, room = [[] for _ in lengths], np.full(len(lengths), capacity)
+    for i, n in enumerate(lengths):
+        row = int(np.argmax(room >= n))
+        rows[row].append(i)
+        room[row] -= n
+    return [row for row in rows if row]
+
+
+def padded(
+    examples: Sequence[Mapping[str, Sequence[int]] | Sequence[int]], batch: int, seed: int = 0, pad: int = 0
+) -> Data:
+    """Batches of examples, each filled up to the longest of the batch: targets with -100, all else with `pad`.
+
+    An example is a sequence of tokens, of which each predicts the next, or a mapping with `ids` and `targets` of one
+    length, and whatever else the loss reads. `padding` goes with ids, `source_padding` with a `source`.
+    """
+    if not len(examples):
+        raise ValueError("there are no examples: is the corpus empty?")
+    examples = [e if isinstance(e, Mapping) else {"ids": e[:-1], "targets": e[1:]} for e in examples]
+    for i, e in enumerate(examples):
+        if not 0 < len(e["ids"]) == len(e["targets"]):
+            sizes = f"{len(e['ids'])} ids and {len(e['targets'])} targets"
+            raise ValueError(f"example {i} has {sizes}, but each id has one target (-100: no loss), and there is one")
+    order = _order(len(examples), batch, seed)
+    return lambda step: collate([examples[i] for i in order(step).tolist()], pad)
+
+
+def collate(examples: Sequence[Mapping[str, Sequence[int]]], pad: int = 0) -> Batch:
+    """One batch of examples that are mappings, as `padded` makes it."""
+    out: Batch = {}
+    for key in examples[0]:
+        rows = [torch.as_tensor(e[key], dtype=torch.long) for e in examples]
+        out[key] = pad_sequence(rows, batch_first=True, padding_value=IGNORE if key == "targets" else pad)
+        if key in ("ids", "source"):
+            lengths = torch.tensor([len(r) for r in rows])
+            out["padding" if key == "ids" else "source_padding"] = torch.arange(lengths.max()) < lengths[:, None]
+    return out
+
+
+def fill(batch: Batch) -> float:
+    """The share of a batch's places that hold a token."""
+    return batch["padding"].float().mean().item() if "padding" in batch else 1.0
+
+
+def _order(n: int, batch: int, seed: int) -> Callable[[int], Tensor]:
+    """step -> the numbers [batch] of what it takes of n things: permutations, one for each epoch, laid end to end."""
+    if batch < 1:
+        raise ValueError(f"batch = {batch}, but it must be at least 1")
+    permutation = lru_cache(maxsize=4)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(n))
+    return lambda step: torch.tensor([permutation(k // n)[k % n] for k in range(step * batch, (step + 1) * batch)])
