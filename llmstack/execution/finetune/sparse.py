@@ -1,0 +1,167 @@
+"""Sparse tuning: W + δ where δ has k values that are not zero, and W never moves.
+
+    pafi    the k weights of smallest |w|            known before any task: the same mask for all of them
+    fish    the k of largest empirical Fisher        F̂ᵢ = 1/N Σₙ (∂ log p(xₙ) / ∂wᵢ)², on a few samples of the task
+    diff    learnt: W + z ⊙ δ with z drawn from a gate for each weight, P(z ≠ 0) pushed down to k / n by a penalty;
+            then `project` keeps the k largest |z δ| and training goes on with these alone
+
+    hard-concrete gate   s = σ((log u − log(1 − u) + α) / β), u ~ U(0, 1);   z = clip(s (r − l) + l, 0, 1)
+    P(z ≠ 0)             σ(α − β log(−l / r))
+
+Stored for a task: k values and k places. Nothing is added to inference: δ merges into W. But backward still forms the
+whole dW, of which the mask keeps k: what is saved is storage and optimizer state, not operations.
+
+Diff pruning: Guo et al. 2020, arXiv:2012.07463 (0.5 % of the weights; here l = −1.5, r = 1.5, first α = 5 and β = 1 as
+in the authors' code); gates: Louizos et al. 2017, arXiv:1712.01312, equations 10 to 12. PaFi: Liao et al. 2023,
+arXiv:2305.16742. FISH mask: Sung et al. 2021, arXiv:2111.09839, equation 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import log
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from llmstack.execution.finetune.base import Tuned, freeze, linears
+from llmstack.execution.objectives import next_token
+
+LOW, HIGH, BETA = -1.5, 1.5, 1.0
+
+
+class Values(nn.Module):
+    """W with δ added at k fixed places: the values train, the places are known."""
+
+    def __init__(self, at: Tensor, values: Tensor | None = None):
+        super().__init__()
+        self.register_buffer("at", at)  # [k], places in W laid out flat
+        self.values = nn.Parameter(torch.zeros(len(at)) if values is None else values)  # [k]
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w.flatten().index_add(0, self.at, self.values.to(w)).view_as(w)
+
+
+class Gates(nn.Module):
+    """W + z ⊙ δ. While training z is drawn; in eval mode it is the gate at u = 1/2. α moves `speed` times as fast."""
+
+    def __init__(self, w: Tensor, alpha: float, speed: float):
+        super().__init__()
+        self.start, self.speed = alpha, speed
+        self.delta, self.move = nn.Parameter(torch.zeros_like(w)), nn.Parameter(torch.zeros_like(w))
+
+    def gates(self) -> Tensor:
+        noise = torch.rand_like(self.delta).clamp(1e-6, 1 - 1e-6).logit() if self.training else 0.0
+        s = torch.sigmoid((self.start + self.speed * self.move + noise) / BETA)
+        return (s * (HIGH - LOW) + LOW).clamp(0, 1)
+
+    def open(self) -> Tensor:
+        """P(z ≠ 0) of each weight."""
+        return torch.sigmoid(self.start + self.speed * self.move - BETA * log(-LOW / HIGH))
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + self.gates() * self.delta
+
+
+@dataclass
+class Sparse(Tuned):
+    """What was trained, with its places in state(): a mask is part of what was learnt."""
+
+    added: dict[str, nn.Module] = field(default_factory=dict)  # by the linear's name
+
+    def places(self) -> dict[str, Tensor]:
+        return {f"{name}.at": places for name, module in self.added.items() for places in module.buffers()}
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | {name: at.clone() for name, at in self.places().items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Puts values and places back. Raises ValueError when they are of another method, model or share."""
+        super().load({name: t for name, t in state.items() if name not in self.places()})
+        for name, at in self.places().items():
+            at.copy_(state[name])
+
+
+def attach(model: nn.Module, added: dict[str, nn.Module], after_backward: Callable[[], None] | None = None) -> Sparse:
+    """The model with W + δ in the place of each named linear's W, and all else frozen."""
+    freeze(model)
+    for name, module in added.items():
+        parametrize.register_parametrization(model.get_submodule(name), "weight", module)
+    return Sparse(model, merge=partial(detach, model, added), after_backward=after_backward, added=added)
+
+
+def detach(model: nn.Module, added: Mapping[str, nn.Module], keep: bool = True) -> nn.Module:
+    """Plain weights again: W + δ as in eval mode, or W as it was without `keep`."""
+    for name, module in added.items():
+        module.eval()
+        parametrize.remove_parametrizations(model.get_submodule(name), "weight", leave_parametrized=keep)
+    return model
+
+
+def weights(model: nn.Module, targets: str | Sequence[str]) -> dict[str, Tensor]:
+    return {name: linear.weight for name, _, _, linear in linears(model, targets)}
+
+
+def pick(scores: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+    """Flat places of the round(share · n) largest of all n scores, weight by weight. Raises ValueError on none."""
+    flat = torch.cat([s.detach().flatten() for s in scores.values()])
+    if not 0 < share <= 1 or not (k := round(share * len(flat))):
+        raise ValueError(f"share = {share!r} of {len(flat)} weights, but it must choose at least one, and at most all")
+    chosen = torch.zeros_like(flat, dtype=torch.bool).index_fill(0, flat.topk(k).indices, True)
+    return {n: p.nonzero()[:, 0] for n, p in zip(scores, chosen.split([s.numel() for s in scores.values()])) if p.any()}
+
+
+def pafi(model: nn.Module, share: float = 0.005, targets: str | Sequence[str] = "all") -> Sparse:
+    """Trains the `share` of the targets' weights that are nearest to zero."""
+    at = pick({name: -w.abs() for name, w in weights(model, targets).items()}, share)
+    return attach(model, {name: Values(places) for name, places in at.items()})
+
+
+def fisher(model: nn.Module, data: Callable, samples: int = 64, targets="all", loss=next_token) -> dict[str, Tensor]:
+    """Mean over `samples` rows of data(0), data(1), … of the squared gradient of the row's log-probability."""
+    chosen, seen, step = weights(model, targets), 0, 0
+    mean = {name: torch.zeros_like(w.requires_grad_()) for name, w in chosen.items()}
+    while seen < samples:
+        batch, step = data(step), step + 1
+        for row in range(min(len(batch["ids"]), samples - seen)):
+            nats, _ = loss(model, {key: value[row : row + 1] for key, value in batch.items()})
+            for total, g in zip(mean.values(), torch.autograd.grad(nats, list(chosen.values()))):
+                total += g * g / samples
+            seen += 1
+    return mean
+
+
+def fish(model: nn.Module, data: Callable, share: float = 0.005, samples: int = 64, targets="all") -> Sparse:
+    """Trains the `share` of weights with most Fisher information on the data; the mask is found once and then fixed."""
+    at = pick(fisher(model, data, samples, targets), share)
+    return attach(model, {name: Values(places) for name, places in at.items()})
+
+
+def diff(model: nn.Module, share=0.005, penalty=1.25e-7, alpha=5.0, speed=100.0, targets="all") -> Sparse:
+    """Learns which weights to change: the penalty (for each open gate) acts until expected_share is down at `share`."""
+    tuned = attach(model, {name: Gates(w, alpha, speed) for name, w in weights(model, targets).items()})
+
+    def after_backward() -> None:
+        if expected_share(tuned) > share:
+            (penalty * sum(gates.open().sum() for gates in tuned.added.values())).backward()
+
+    tuned.after_backward = after_backward
+    return tuned
+
+
+def expected_share(tuned: Sparse) -> float:
+    """E‖z‖₀ / n of diff's gates."""
+    return float(torch.cat([gates.open().detach().flatten() for gates in tuned.added.values()]).mean())
+
+
+def project(tuned: Sparse, share: float = 0.005) -> None:
+    """diff's last phase: the `share` of largest |z δ| stays and trains on, all other weights are as they were."""
+    moved = {n: (gates.eval().gates() * gates.delta).detach() for n, gates in tuned.added.items()}
+    at = pick({n: m.abs() for n, m in moved.items()}, share)
+    detach(tuned.model, tuned.added, keep=False)
+    tuned.added.clear()
+    tuned.added.update({n: Values(places, moved[n].flatten()[places]) for n, places in at.items()})
+    tuned.trainable, tuned.after_backward = attach(tuned.model, tuned.added).trainable, None
