@@ -1,11 +1,12 @@
 """Chapter 2: how models are trained, tuned and run.
 
+Trainer(model, data, optimizer, schedule, …).run(steps) -> records
 generate(model, ids, max_new_tokens) -> ids
 """
 
 from importlib import import_module
 
-_FRONT = {"generate": "generation"}
+_FRONT = {"Trainer": "trainer", "generate": "generation"}
 
 __all__ = list(_FRONT)
 
