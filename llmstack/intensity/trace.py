@@ -1,0 +1,125 @@
+"""What a real forward or backward pass does, operation by operation, as PyTorch dispatches it: the count that checks
+`counts`, from the model's own code in place of its dials.
+
+    with Trace() as t: model(ids)          t.flops, t.bytes, t.rows, t.matmuls()
+    traced(config, batch, tokens, phase)   the same over a model on the meta device: shapes without data, so that 405
+                                           billion parameters cost nothing
+
+A matmul costs two operations for each multiply and add; nothing else is counted as operations. Every operation that
+makes a new tensor reads its operands and writes its result, each once, at the width of their dtype: what an eager
+framework moves. Views are free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llmstack.architectures import build
+from llmstack.architectures.cache import ContiguousCache
+from llmstack.architectures.ssm import StateCache
+from llmstack.config import ModelConfig
+
+aten = torch.ops.aten
+MATMULS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One dispatched operation: its name, operations, bytes, and the shapes of its operands and its result."""
+
+    name: str
+    flops: int
+    bytes: int
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class Trace(TorchDispatchMode):
+    """Counts while it is entered. On the meta device nobody knows which experts a token chooses: their load is even."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows: list[Row] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten.bincount.default and args[0].is_meta:
+            return even(args[0].numel(), kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        out = func(*args, **kwargs)
+        if func.is_view or func in (aten.detach.default, aten._unsafe_view.default, aten.alias.default):
+            return out
+        given, made = tensors((args, {k: v for k, v in kwargs.items() if k != "out"})), tensors(out)
+        if given:
+            shapes = tuple(tuple(x.shape) for x in (*given, *made))
+            self.rows.append(Row(str(func), work(func, given), sum(map(nbytes, given + made)), shapes))
+        return out
+
+    @property
+    def flops(self) -> int:
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    def matmuls(self) -> Iterator[Row]:
+        return (row for row in self.rows if row.flops)
+
+
+def tensors(tree) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def work(func, given: list[Tensor]) -> int:
+    """2 M K N of a matmul [.., M, K] x [.., K, N], of fused attention's two and of a convolution's one; 0 of others."""
+    if func in MATMULS:
+        a, b = given[MATMULS[func] :][:2]
+        return 2 * a.numel() * b.shape[-1]
+    if func is aten.convolution.default:
+        x, w = given[:2]
+        return 2 * len(x) * w.numel() * (x.shape[-1] - w.shape[-1] + 1)
+    if "_scaled_dot_product" in func.name():  # all pairs, masked ones too
+        q, k, v = given[:3]  # [B, H, T, Dh], [B, K, S, Dh], [B, K, S, Dv]
+        return 2 * q[..., 0].numel() * k.shape[-2] * (k.shape[-1] + v.shape[-1])
+    return 0
+
+
+def nbytes(x: Tensor) -> int:
+    """Of the values that are stored: a broadcast axis (stride 0) is stored once."""
+    return x.element_size() * math.prod(n for n, step in zip(x.shape, x.stride()) if step or n < 2)
+
+
+def even(rows: int, experts: int) -> Tensor:
+    """How many of `rows` each of `experts` gets when they are spread evenly."""
+    return torch.tensor([rows // experts + (e < rows % experts) for e in range(experts)])
+
+
+def traced(
+    config: ModelConfig, batch: int = 1, tokens: int = 1, phase: str = "forward", source: int = 0, dtype=torch.float32
+) -> Trace:
+    """A forward pass, or "train": forward and backward of every logit (or state), or "decode": a token that sees
+    `tokens`, itself included, in a cache. Raises ValueError on another phase."""
+    if phase not in ("forward", "train", "decode"):
+        raise ValueError(f"phase = {phase!r}, but a trace runs 'forward', 'train' or 'decode'")
+    where = dict(device="meta", dtype=dtype)
+    model, trace = build(config, **where), Trace()
+    ids = lambda n: torch.zeros(batch, n, dtype=torch.long, device="meta")
+    with torch.set_grad_enabled(phase == "train"):
+        if phase == "decode":
+            state = StateCache(config, batch, **where) if config.d_state else None
+            cache = state or ContiguousCache(config, batch, tokens, **where)
+            cache.length = tokens - 1
+            with trace:
+                model(ids(1), cache=cache)
+            return trace
+        with trace:
+            out = model(ids(source), ids(tokens)) if source else model(ids(tokens))
+            if phase == "train":
+                out.backward(torch.empty_like(out))
+    return trace

@@ -1,0 +1,81 @@
+"""The dials' count against what the models really dispatch, and against torch's own counter."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmstack import preset
+from llmstack.architectures import build
+from llmstack.intensity.counts import Convention, flops, terms, total
+from llmstack.intensity.trace import Trace, even, nbytes, traced
+
+FP32 = Convention(bytes=4)
+PLAIN = ("gpt2", "bert-base-uncased", "t5-small")
+GROUPED = ("llama3.1-8b", "mixtral-8x7b", "deepseek-v3", "mamba-130m")
+
+
+def short(name: str):
+    """Two layers of each kind that the model has, at full width."""
+    config = preset(name)
+    return config.with_(n_layers=config.dense_layers + 2), 48 if config.kind == "encoder-decoder" else 0
+
+
+@pytest.mark.parametrize("phase", ["forward", "train", "decode"])
+@pytest.mark.parametrize("name", PLAIN + GROUPED)
+def test_operations_equal_the_trace(name, phase):
+    config, source = short(name)
+    if phase == "decode" and config.kind != "decoder":
+        pytest.skip("only decoders are traced in a cache")
+    if config.d_state and phase == "train":
+        pytest.skip("the backward of the convolution is dispatched as one operation of its own")
+    assert traced(config, 2, 64, phase, source).flops == flops(config, 2, 64, phase, source=source)
+
+
+@pytest.mark.parametrize("phase", ["forward", "train", "decode"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_bytes_of_matmuls_equal_the_trace(name, phase):
+    config, source = short(name)
+    if phase == "decode" and config.kind != "decoder":
+        pytest.skip("only decoders are traced in a cache")
+    moved = lambda phase, c: total(t for t in terms(config, 2, 64, phase, c, source=source) if t.flops).bytes
+    theirs = sum(row.bytes for row in traced(config, 2, 64, phase, source).matmuls())
+    biases = moved("forward", FP32) - moved("forward", Convention(bytes=4, biases=False))
+    # In backward a bias is neither read nor, as part of a matmul, written: its gradient is a sum.
+    assert theirs == moved(phase, FP32) - (2 * biases if phase == "train" else 0)
+
+
+def test_grouped_heads_are_read_once():
+    """Eager PyTorch repeats shared keys and values for every head; we count them once. The difference is the copies."""
+    config, _ = short("llama3.1-8b")
+    ours = total(t for t in terms(config, 2, 64, "forward", FP32) if t.flops).bytes
+    theirs = sum(row.bytes for row in traced(config, 2, 64).matmuls())
+    copies = 2 * config.n_layers * 2 * 64 * (config.n_heads - config.n_kv_heads) * config.d_head * 4
+    assert theirs - ours == copies
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3.1-8b"])
+def test_torchs_counter_agrees(name):
+    config = preset(name).with_(n_layers=2)
+    model = build(config, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 100, dtype=torch.long, device="meta")).sum().backward()
+    assert counter.get_total_flops() == flops(config, 1, 100, "train")
+
+
+def test_a_real_pass_and_a_meta_pass_are_one():
+    config = preset("smollm2-135m").with_(n_layers=1, vocab_size=128)
+    with torch.no_grad(), Trace() as real:
+        build(config)(torch.zeros(1, 7, dtype=torch.long))
+    assert real.flops == traced(config, 1, 7).flops
+
+
+def test_405_billion_parameters_cost_nothing():
+    config = preset("llama3.1-405b")
+    assert traced(config, 1, 128).flops == flops(config, 1, 128)
+
+
+def test_helpers():
+    assert even(7, 3).tolist() == [3, 2, 2]
+    assert nbytes(torch.zeros(1, 3, 1).expand(5, 3, 1)) == 12
+    with pytest.raises(ValueError, match="phase"):
+        traced(preset("gpt2"), phase="generate")
