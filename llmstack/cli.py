@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `llmstack systems | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (KeyError, OSError) as error:
+    except (KeyError, OSError, ValueError) as error:
         print(f"llmstack: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # Python would try once more to write the rest
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("id", nargs="?", metavar="ID", help="one claim, such as AC-28")
     sub = command(models, "models", "the published models: dials and parameters")
     sub.add_argument("name", nargs="?", metavar="NAME", help="one model, such as llama3.1-405b")
+    sub = command(finetune, "finetune", "tune a checkpoint as a recipe says")
+    sub.add_argument("recipe", metavar="RECIPE", help="a TOML file, or the name of one in data/recipes: llama-lora")
+    sub.add_argument("--out", default="", metavar="FOLDER", help="where the result goes, in place of the recipe's out")
     command(doctor, "doctor", "what works on this machine, what does not, and what to do")
     sub = command(fetch, "fetch", "copy reference tables and traces from a folder into the user's cache")
     sub.add_argument("path", metavar="FOLDER", type=Path, help="a folder that holds reference/ and traces/")
@@ -124,6 +127,17 @@ def models(args: argparse.Namespace) -> int:
             shape = f"{c.n_layers:>4} layers of {c.d_model:>6,}"
             print(f"{name:<24}{c.kind:<17}{shape}{p.total:>20,}" + (f"{p.active:>17,} active" if c.n_experts else ""))
         print(f"undisclosed: {', '.join(table['undisclosed'])}")
+    return 0
+
+
+def finetune(args: argparse.Namespace) -> int:
+    from llmstack.execution.finetune import recipe
+
+    shown = lambda record: print("step {step:>6}  loss {loss:.4f}  lr {lr:.2e}  {tokens} tokens".format(**record))
+    tuned, records = recipe.run(args.recipe, args.out, shown)
+    print(
+        f"{len(records)} steps, {tuned.count:,} of {sum(p.numel() for p in tuned.model.parameters()):,} values trained"
+    )
     return 0
 
 

@@ -20,6 +20,11 @@ Targets = str | Sequence[str]
 METHODS = {  # name -> module.function(model, **settings) -> Tuned
     "full": "base.full",
     "lora": "lora.lora",
+    "qlora": "quantised.qlora",
+    "qa-lora": "quantised.qa_lora",
+    "lq-lora": "lq_lora.lq_lora",
+    "splora": "pruned.splora",
+    "loraprune": "pruned.loraprune",
     "adapter": "adapters.serial",
     "parallel-adapter": "adapters.parallel",
     "prefix": "prompts.prefix",
@@ -71,12 +76,9 @@ def prepare(model: nn.Module, method: str, **settings: Any) -> Tuned:
     Raises ValueError on an unknown method or setting, a model that is prepared already, and what the method refuses;
     the model is unchanged then.
     """
-    if method not in METHODS:
-        raise ValueError(f"no method {method!r} of fine-tuning; there are {', '.join(METHODS)}")
+    function = function_of(method)
     if getattr(model, "tuned_by", None):
         raise ValueError(f"the model is prepared for {model.tuned_by!r} already; merge() first, or load it again")
-    module, _, name = METHODS[method].rpartition(".")
-    function = getattr(import_module(f"llmstack.execution.finetune.{module}"), name)
     known = list(inspect.signature(function).parameters)[1:]
     if unknown := sorted(set(settings) - set(known)):
         raise ValueError(f"{method!r} has no setting {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
@@ -93,6 +95,14 @@ def prepare(model: nn.Module, method: str, **settings: Any) -> Tuned:
 
     tuned.merge = merge and merged
     return tuned
+
+
+def function_of(method: str) -> Callable[..., Tuned]:
+    """The method's function, whose parameters after the model are its settings. Raises ValueError on an unknown one."""
+    if method not in METHODS:
+        raise ValueError(f"no method {method!r} of fine-tuning; there are {', '.join(METHODS)}")
+    module, _, name = METHODS[method].rpartition(".")
+    return getattr(import_module(f"llmstack.execution.finetune.{module}"), name)
 
 
 def full(model: nn.Module) -> Tuned:

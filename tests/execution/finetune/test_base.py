@@ -12,7 +12,7 @@ from llmstack.execution.finetune import METHODS, freeze, linears, prepare
 from llmstack.execution.generation import generate
 from llmstack.execution.optimizers import adam
 
-LLAMA = ModelConfig("small", 32, 2, 4, 99, n_kv_heads=2, d_ff=48, max_seq_len=64)
+LLAMA = ModelConfig("small", 32, 2, 4, 99, n_kv_heads=2, d_ff=64, max_seq_len=64)
 GPT2 = LLAMA.with_(norm="layernorm", norm_bias=True, activation="gelu", positions="learned", qkv_bias=True, tied=True)
 IDENTITY = ("full", "lora", "adapter", "parallel-adapter")  # the prepared model is the base model
 IDS = torch.randint(99, (3, 7), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,114 @@
+"""A recipe: one TOML file says what is tuned, how, on what, and where the result goes. `llmstack finetune RECIPE.toml`
+
+    checkpoint = "llama-2m"        a name or folder, as architectures.pretrained takes it: a decoder
+    method = "lora"                one of METHODS
+    steps = 40
+    out = "results"                a folder: a checkpoint where the method merges, otherwise adapter.safetensors
+    seed = 0
+    merge = true                   false keeps what was trained apart
+    [settings]                     of the method: r = 4
+    [data]                         source (of execution.corpus) or file, documents (the first so many), length, batch
+    [optimizer]                    name (of optimizers.py) and its settings: lr = 1e-3
+    [schedule]                     name (of schedules.py) and its settings: warmup = 4
+    [trainer]                      accumulate, clip, every (checkpoints in out/run, taken up when the recipe runs again)
+
+The same recipe gives the same losses, bit for bit, on the same machine. One file for a whole run, and a command that
+reads it, are torchtune's way (docs.pytorch.org/torchtune).
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from llmstack.architectures import pretrained, save
+from llmstack.execution import corpus
+from llmstack.execution.data import windows
+from llmstack.execution.finetune.base import Tuned, function_of, prepare
+from llmstack.execution.optimizers import OPTIMIZERS
+from llmstack.execution.schedules import SCHEDULES
+from llmstack.execution.trainer import Trainer
+from llmstack.facts import data_path
+
+NEEDED = ("checkpoint", "method", "steps", "out", "data", "optimizer")
+KEYS = {
+    "recipe": (*NEEDED, "seed", "merge", "settings", "schedule", "trainer"),
+    "data": ("source", "file", "documents", "length", "batch"),
+    "trainer": ("accumulate", "clip", "every"),
+}
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A recipe from a file, or from data/recipes by its name. Raises ValueError on a wrong key, with those allowed."""
+    file = Path(path) if Path(path).suffix else data_path() / "recipes" / f"{path}.toml"
+    recipe = tomllib.loads(file.read_text(encoding="utf-8"))
+    _check("the recipe", recipe, KEYS["recipe"], NEEDED)
+    recipe = {"seed": 0, "merge": None, "settings": {}, "schedule": {"name": "constant"}, "trainer": {}} | recipe
+    _check("[data]", recipe["data"], KEYS["data"], ("length", "batch"))
+    _check("[trainer]", recipe["trainer"], KEYS["trainer"])
+    _check("[settings]", recipe["settings"], list(signature(function_of(recipe["method"])).parameters)[1:])
+    for table, functions in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+        _check(f"[{table}]", recipe[table], [*recipe[table]], ["name"])
+        name = recipe[table]["name"]
+        if name not in functions:
+            raise ValueError(f"[{table}] has name = {name!r}, but it must be one of {', '.join(functions)}")
+        known = [p for p in signature(functions[name]).parameters if p not in ("params", "how", "steps")]
+        _check(f"[{table}]", recipe[table], ["name", *known])
+    return recipe
+
+
+def run(path: str | Path, out: str = "", on_step: Callable[[dict], None] | None = None) -> tuple[Tuned, list[dict]]:
+    """Tune as the recipe says and write the result to `out`, or else to the recipe's. Gives what was tuned, and the
+    Trainer's records. Raises ValueError on what cannot be."""
+    recipe = read(path)
+    steps, seed, out = recipe["steps"], recipe["seed"], Path(out or recipe["out"])
+    made = lambda table: {k: v for k, v in recipe[table].items() if k != "name"}
+    model, tokenizer = pretrained(recipe["checkpoint"])
+    if model.config.kind != "decoder":
+        raise ValueError(f"checkpoint = {recipe['checkpoint']!r} is of kind {model.config.kind}; recipes tune decoders")
+    data = windows(_tokens(tokenizer, **recipe["data"]), recipe["data"]["length"], recipe["data"]["batch"], seed)
+    needs = {"data": data} if "data" in signature(function_of(recipe["method"])).parameters else {}
+    tuned = prepare(model, recipe["method"], **recipe["settings"] | needs)
+    if recipe["merge"] and not tuned.merge:
+        raise ValueError(f"merge = true, but {recipe['method']!r} adds what no matrix can hold; say merge = false")
+    optimizer = OPTIMIZERS[recipe["optimizer"]["name"]](tuned.trainable, **made("optimizer"))
+    schedule = SCHEDULES[recipe["schedule"]["name"]](steps=steps, **made("schedule"))
+    how = recipe["trainer"] | dict(seed=seed, after_backward=tuned.after_backward, on_step=on_step)
+    trainer = Trainer(model, data, optimizer, schedule, folder=out / "run" if how.get("every") else None, **how)
+    if trainer.folder:
+        trainer.resume()
+    records = trainer.run(steps)
+    out.mkdir(parents=True, exist_ok=True)
+    if tuned.merge and recipe["merge"] is not False:
+        save(tuned.merge(), out)
+        tokenizer.inner.save(str(out / "tokenizer.json"))
+    else:
+        save_file(tuned.state(), out / "adapter.safetensors", metadata={"recipe": json.dumps(recipe)})
+    return tuned, records
+
+
+def _tokens(tokenizer: Any, source: str = "", file: str = "", documents: int | None = None, **_: Any) -> list[int]:
+    """The chosen texts in a row, each after the token that begins one and before the one that ends it."""
+    if bool(source) == bool(file):
+        raise ValueError("[data] names a source of execution.corpus or a text file: one of the two")
+    texts = (
+        [Path(file).read_text(encoding="utf-8")]
+        if file
+        else [d.text for d in corpus.split(corpus.documents(source))[0]]
+    )
+    ends = [[i for i in (token,) if i is not None] for token in (tokenizer.bos, tokenizer.eos)]
+    return [i for text in texts[:documents] for i in (*ends[0], *tokenizer.encode(text, special=False), *ends[1])]
+
+
+def _check(where: str, given: Any, allowed: Iterable[str], needed: Iterable[str] = ()) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} is {given!r}, but it is a table with {', '.join(allowed)}")
+    for what, keys in (("no key", set(given) - set(allowed)), ("lacks", set(needed) - set(given))):
+        if keys:
+            raise ValueError(f"{where}: {what} {', '.join(sorted(keys))}; its keys are {', '.join(allowed) or 'none'}")
