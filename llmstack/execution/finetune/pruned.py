@@ -1,0 +1,146 @@
+"""Pruning and LoRA together: channels of the feed-forward networks go, and what stays is tuned: SPLoRA and LoRAPrune.
+
+    y = (W + ΔW) (x ⊙ columns) ⊙ rows          ΔW = (α / r) B A          masks of 0 and 1 over whole channels
+
+A channel is a row of gate and up and a column of down. The mask covers the adapter too, so that masked and small agree:
+W[rows, columns] + B[rows] A[:, columns] is the layer, dense (SPLoRA: Hedegaard et al. 2022, arXiv:2211.10155).
+
+Which channels? SPLoRA here takes the least of Σ (W + ΔW)² once. LoRAPrune (Zhang et al. 2023, arXiv:2305.18403, eqs. 6
+to 11) wants (∂L/∂W ⊙ W)², but a frozen W has no gradient: what one step does to B A stands in for it,
+
+    Ĝ = ∂B A + B ∂A − ∂B ∂A          I = (Ĝ ⊙ (W + ΔW))², summed over a channel, a running mean over steps
+
+and a few channels go at a time, while the rest learn to do without them. Every layer keeps the same number, so what is
+left is an ordinary model with a smaller d_ff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from llmstack.architectures.layers import FeedForward
+from llmstack.execution.finetune.base import Tuned, freeze
+from llmstack.execution.finetune.lora import LoRA
+
+
+class MaskedLoRA(LoRA):
+    """LoRA whose inputs (`columns`) and outputs (`rows`) can be switched off."""
+
+    def __init__(self, base: nn.Linear, r: int, alpha: float, rng: torch.Generator):
+        super().__init__(base, r, alpha, rng)
+        for name, size in (("rows", base.out_features), ("columns", base.in_features)):
+            self.register_buffer(name, torch.ones(size, dtype=torch.bool, device=base.weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.columns) * self.rows
+
+    def total(self) -> Tensor:
+        """W + ΔW [out, in]."""
+        return self.base.weight + self.delta()
+
+    @torch.no_grad()
+    def small(self) -> nn.Linear:
+        """The layer without masks and adapter, [kept rows, kept columns]."""
+        plain = nn.Linear(int(self.columns.sum()), int(self.rows.sum()), self.base.bias is not None).to(self.a)
+        plain.weight.copy_(self.total()[self.rows][:, self.columns])
+        if plain.bias is not None:
+            plain.bias.copy_(self.base.bias[self.rows])
+        return plain
+
+
+class Pruned(Tuned):
+    """Its state has the masks as well: what was trained is of use only with them."""
+
+    def masks(self) -> dict[str, Tensor]:
+        return {name: b for name, b in self.model.named_buffers() if name.endswith((".rows", ".columns"))}
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | {name: b.clone() for name, b in self.masks().items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        masks = self.masks()
+        super().load({name: t for name, t in state.items() if name not in masks})
+        for name, b in masks.items():
+            b.copy_(state[name])
+
+
+def lora_importance(module: MaskedLoRA) -> Tensor:
+    """LoRAPrune's I [out, in] from A, B and their gradients alone."""
+    da, db = module.a.grad, module.b.grad
+    return ((db @ module.a + module.b @ da - db @ da) * module.total()) ** 2
+
+
+def layers(ffn: FeedForward) -> tuple[list[nn.Module], nn.Module]:
+    """Those whose rows are the inner channels, gate and up, and the one whose columns are, down."""
+    return [m for m in (ffn.gate, ffn.up) if m is not None], ffn.down
+
+
+@torch.no_grad()
+def channels(ffn: FeedForward, importance: Callable[[MaskedLoRA], Tensor]) -> Tensor:
+    """The importance of each of the F inner channels, summed over what belongs to it."""
+    ups, down = layers(ffn)
+    return sum(importance(m).sum(1) for m in ups) + importance(down).sum(0)  # [F]
+
+
+def mask(ffn: FeedForward, scores: Tensor, kept: int) -> None:
+    """Keep the `kept` channels of the highest scores among those that are left."""
+    ups, down = layers(ffn)
+    best = scores.masked_fill(~down.columns, -torch.inf).topk(kept).indices
+    for m in [m.rows for m in ups] + [down.columns]:
+        m.zero_()[best] = True
+
+
+def splora(model: nn.Module, r: int = 8, alpha: float = 16.0, keep: float = 0.5, seed: int = 0) -> Pruned:
+    """Keep that share of the channels, by magnitude, and tune the rest. `merge()` gives the small dense model."""
+    ffns, kept, tuned = _prepare(model, r, alpha, keep, seed)
+    for ffn in ffns:
+        mask(ffn, channels(ffn, lambda m: m.total() ** 2), kept)
+    return tuned
+
+
+def loraprune(
+    model: nn.Module, r: int = 8, alpha=16.0, keep=0.5, rounds: int = 5, every: int = 10, momentum=0.9, seed: int = 0
+) -> Pruned:
+    """Prune as it trains: after every `every` steps a share goes, `rounds` times. `merge()` gives the small model."""
+    ffns, kept, tuned = _prepare(model, r, alpha, keep, seed)
+    scores, steps = [0.0] * len(ffns), 0
+
+    def after_backward() -> None:
+        nonlocal steps
+        steps += 1
+        for i, ffn in enumerate(ffns):
+            scores[i] = momentum * scores[i] + (1 - momentum) * channels(ffn, lora_importance)
+            if steps % every == 0 and steps <= rounds * every:
+                all_ = len(scores[i])
+                mask(ffn, scores[i], round(all_ - (all_ - kept) * steps / (rounds * every)))
+
+    tuned.after_backward = after_backward
+    return tuned
+
+
+def _prepare(model: nn.Module, r: int, alpha: float, keep: float, seed: int) -> tuple[list[FeedForward], int, Pruned]:
+    """MaskedLoRA in every FFN; the FFNs, how many channels stay in each, and the Pruned whose merge makes it small."""
+    ffns = [m for m in model.modules() if isinstance(m, FeedForward)]
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep = {keep!r}, but the share of channels that stay is above 0 and at most 1")
+    if not ffns or model.config.n_experts:
+        raise ValueError("channels of plain feed-forward networks are pruned, and this model has experts or none")
+    freeze(model)
+    rng = torch.Generator().manual_seed(seed)
+
+    def replace(make: Callable[[nn.Module], nn.Module]) -> None:
+        for ffn in ffns:
+            for name in ("gate", "up", "down"):
+                if (module := getattr(ffn, name)) is not None:
+                    setattr(ffn, name, make(module))
+
+    def merge() -> nn.Module:
+        replace(MaskedLoRA.small)
+        model.config = model.config.with_(d_ff=ffns[0].down.in_features)
+        return model
+
+    replace(lambda linear: MaskedLoRA(linear, r, alpha, rng))
+    return ffns, max(1, round(keep * model.config.d_ff)), Pruned(model, merge=merge)
