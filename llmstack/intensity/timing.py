@@ -1,0 +1,66 @@
+"""Where the time of a pass goes, operation by operation, measured and predicted.
+
+    with Timing() as t: model(ids)          t.rows: every operation with its operations, bytes and seconds
+    t.shares()                              of the time: linear, attention, the rest
+    predict(rows, roof)                     measured over predicted seconds of each
+
+A clock around each operation costs some microseconds of its own, so that many small operations look slower than they
+are; large ones do not. Seconds are wall time of this process on the CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llmstack.intensity.roof import Point, Roofline
+from llmstack.intensity.trace import Row, Trace
+
+
+@dataclass(frozen=True)
+class Timed(Row):
+    """A traced operation with the seconds that it took."""
+
+    seconds: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """ "linear", "attention" (its two matmuls, fused or not) or "other"."""
+        if "_scaled_dot_product" in self.name or "bmm" in self.name or "softmax" in self.name:
+            return "attention"
+        return "linear" if self.flops else "other"
+
+    @property
+    def point(self) -> Point:
+        return Point(self.name.removeprefix("aten.").rpartition(".")[0], self.flops, self.bytes, self.seconds)
+
+
+class Timing(Trace):
+    """A Trace with a clock."""
+
+    def run(self, func, args, kwargs):
+        began = time.perf_counter()
+        out = func(*args, **kwargs)
+        self.last = time.perf_counter() - began
+        return out
+
+    def row(self, *what) -> Timed:
+        return Timed(*what, self.last)
+
+    @property
+    def seconds(self) -> float:
+        return sum(row.seconds for row in self.rows)
+
+    def shares(self) -> dict[str, float]:
+        """Of the time in all operations that make a tensor."""
+        kinds = dict.fromkeys(("linear", "attention", "other"), 0.0)
+        for row in self.rows:
+            kinds[row.kind] += row.seconds
+        return {kind: spent / self.seconds for kind, spent in kinds.items()}
+
+
+def predict(rows: Iterable[Timed], roof: Roofline) -> list[tuple[Timed, float]]:
+    """Each operation with its measured seconds over those that the roof allows: 1 is at the roof, 2 takes twice as
+    long. Below 1, operands were still in a cache."""
+    return [(row, row.seconds / roof.seconds(row.point)) for row in rows if row.bytes]

@@ -1,0 +1,105 @@
+"""Ceilings of published and of this machine, and what lies under them."""
+
+import csv
+
+import pytest
+import torch
+
+from llmstack import facts, preset
+from llmstack.architectures import build
+from llmstack.intensity.counts import KIM, by_part, terms, total
+from llmstack.intensity.machine import Ceiling, Machine, ceiling, measure, threads
+from llmstack.intensity.roof import Point, Roofline, roofline
+from llmstack.intensity.timing import Timing, predict
+from llmstack.intensity.trace import Trace
+
+
+def test_ridge_points_are_the_published_ones():
+    path = facts.reference("hardware.csv")
+    if path is None:
+        pytest.skip(facts.REFERENCE_HINT)
+    printed = {row["device"]: float(row["ridge_flop_per_byte"] or 0) for row in csv.DictReader(path.open())}
+    ours = {a.title: a for a in facts.accelerators().values() if a.bandwidth}
+    both = [name for name in ours if printed.get(name)]
+    assert len(both) >= 20
+    for name in both:
+        assert roofline(ours[name]).ridge == pytest.approx(printed[name], rel=1e-3, abs=0.051), name
+
+
+def test_a_roof_has_two_slopes():
+    roof = Roofline("", peak=100.0, bandwidth=10.0)
+    assert roof.ridge == 10
+    assert [roof.attainable(i) for i in (1, 9, 10, 1000)] == [10, 90, 100, 100]
+    slow, fast = Point("", 50.0, 10.0), Point("", 5000.0, 10.0)
+    assert (roof.bound(slow), roof.seconds(slow)) == ("memory", 1.0)
+    assert (roof.bound(fast), roof.seconds(fast)) == ("compute", 50.0)
+    assert roof.bound(Point("", 100.0, 10.0)) == "compute"
+
+
+def test_prefill_and_decode_on_an_a100():
+    """A127: prefill's matmuls lie above the A100's ridge of 200.6, decoding's below; products of activations have less
+    intensity than the FFN at every length."""
+    roof, config = roofline(facts.accelerator("a100-sxm-40gb")), preset("llama2-7b")
+    assert round(roof.ridge, 1) == 200.6
+    heavy = ("projections", "ffn")
+    for T in (512, 2048, 8192):
+        prefill, decode = (by_part(terms(config, 1, T, phase)) for phase in ("prefill", "decode"))
+        for part in heavy:
+            assert roof.bound(Point(part, prefill[part].flops, prefill[part].bytes)) == "compute"
+            assert roof.bound(Point(part, decode[part].flops, decode[part].bytes)) == "memory"
+    for T in (1, 16, 128, 1024, 16384, 131072):
+        parts = by_part(terms(preset("bert-base-uncased"), 1, T, "forward", KIM))
+        assert parts["attention"].intensity < parts["ffn"].intensity
+
+
+def test_refused():
+    with pytest.raises(ValueError, match="moves bytes"):
+        roofline(facts.accelerator("a100-sxm-40gb"), [Point("nothing", 1.0, 0.0)])
+    with pytest.raises(KeyError, match="fp5"):
+        roofline(facts.accelerator("a100-sxm-40gb"), dtype="fp5")
+    with pytest.raises(ValueError, match="repeats"):
+        measure(repeats=0)
+    with pytest.raises(ValueError, match="fp5"):
+        measure(dtypes=("fp5",))
+
+
+def test_a_ceiling_is_the_best_run(monkeypatch):
+    clock = iter([0.0, 2.0, 10.0, 11.0, 20.0, 24.0])  # runs of 2, 1 and 4 seconds
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    runs = []
+    assert ceiling(8.0, lambda: runs.append(1), repeats=3) == Ceiling(best=8.0, spread=0.5)
+    assert len(runs) == 4
+
+
+def test_this_machine_as_an_accelerator():
+    before = torch.get_num_threads()
+    machine = measure(1, ("fp32", "fp64"), megabytes=1, size=32, repeats=2)
+    accelerator = machine.accelerator()
+    assert accelerator.bandwidth == max(machine.copy.best, machine.triad.best)
+    assert accelerator.peaks == {dtype: machine.gemm[dtype].best for dtype in ("fp32", "fp64")}
+    assert roofline(accelerator, [Point("x", 1.0, 1.0)], "fp32").ridge > 0
+    with threads(3):
+        assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == before
+    assert isinstance(machine, Machine)
+
+
+def test_timing_is_a_trace_with_a_clock():
+    config = preset("smollm2-135m").with_(n_layers=1, vocab_size=128)
+    model, ids = build(config), torch.zeros(1, 9, dtype=torch.long)
+    with torch.no_grad():
+        with Trace() as plain:
+            model(ids)
+        with Timing() as timed:
+            model(ids)
+    assert [(r.name, r.flops, r.bytes) for r in timed.rows] == [(r.name, r.flops, r.bytes) for r in plain.rows]
+    assert all(row.seconds > 0 for row in timed.rows)
+    assert sum(timed.shares().values()) == pytest.approx(1)
+    kinds = {kind: sum(r.flops for r in timed.rows if r.kind == kind) for kind in ("linear", "attention", "other")}
+    parts = by_part(terms(config, 1, 9))
+    assert kinds["attention"] == parts["attention"].flops
+    assert kinds["linear"] == total(parts.values()).flops - parts["attention"].flops
+    assert kinds["other"] == 0
+    roof = Roofline("", peak=1e9, bandwidth=1e9)
+    for row, ratio in predict(timed.rows, roof):
+        assert ratio == pytest.approx(row.seconds / max(row.flops, row.bytes) * 1e9)
