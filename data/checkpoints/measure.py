@@ -99,11 +99,18 @@ def padded(rows: list[list[int]], fill: int) -> Tensor:
     return out
 
 
+def pair_batch(pairs: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
+    """A batch as objectives.text_to_text takes it: each target given its source and what stands before it."""
+    source, targets = padded([s for s, _ in pairs], PAD), padded([t for _, t in pairs], -100)
+    ids = torch.cat([torch.full((len(pairs), 1), PAD), targets[:, :-1].clamp(min=PAD)], 1)  # T5 starts with its pad
+    return {"source": source, "source_padding": source != PAD, "ids": ids, "targets": targets}
+
+
 def pair_loss(model: nn.Module, pairs: list[tuple[list[int], list[int]]], reduction: str = "mean") -> Tensor:
     """Cross-entropy of the targets' tokens, each given its source and the target before it."""
-    source, target = padded([s for s, _ in pairs], PAD), padded([t for _, t in pairs], -100)
-    before = torch.cat([torch.full((len(pairs), 1), PAD), target[:, :-1].clamp(min=PAD)], 1)  # T5 starts with its pad
-    return cross_entropy_torch(model(source, before, source != PAD), target, reduction=reduction)
+    batch = pair_batch(pairs)
+    logits = model(batch["source"], batch["ids"], batch["source_padding"])
+    return cross_entropy_torch(logits, batch["targets"], reduction=reduction)
 
 
 @torch.no_grad()

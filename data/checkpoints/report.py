@@ -36,6 +36,7 @@ A stripped verse, what the model makes of it, and the original:
     {example[original]}
 
 To make them again: `python data/checkpoints/train.py tokenizer`, then `train.py NAME` for each name, then `measure.py`.
+Each is a run of `llmstack.execution.Trainer`: stopped at any moment and started again, it goes on where it was.
 The standard library's text, and with it the numbers, depend on the Python version (here 3.11).
 """
 

@@ -3,9 +3,9 @@
     python data/checkpoints/train.py tokenizer         the byte-level BPE that all four share
     python data/checkpoints/train.py llama-2m          or gpt2-2m, relu-2m, t5-2m
 
-A run stopped at any moment goes on where it was when it is started again (its state lies in the temporary folder; see
---work). A folder gets config.json, model.safetensors, tokenizer.json, and card.json with seed, steps and seconds;
-measure.py then adds what was learnt, and README.md has the numbers of the stored weights.
+A run stopped at any moment goes on where it was when it is started again (the Trainer's checkpoints and log lie in the
+temporary folder; see --work). A folder gets config.json, model.safetensors, tokenizer.json, and card.json with seed,
+steps and seconds; measure.py then adds what was learnt, and README.md has the numbers of the stored weights.
 
 The three decoders predict the next token. The encoder-decoder restores capitals and punctuation to verses of the King
 James Bible that lost both. Half of the training documents are used: a core sees them two to four times in half an hour.
@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from measure import (
     decoder_loss,
     encode,
     encode_pairs,
+    pair_batch,
     pair_loss,
     verse_pairs,
 )
@@ -41,7 +42,9 @@ from torch import Tensor, nn
 
 from llmstack.architectures import build, save
 from llmstack.config import ModelConfig
-from llmstack.ops.cross_entropy import cross_entropy_torch
+from llmstack.execution.data import Batch, Data
+from llmstack.execution.objectives import next_token, text_to_text
+from llmstack.execution.trainer import Trainer
 
 COMMON = dict(vocab_size=VOCAB, max_seq_len=CONTEXT, tied=True)
 LEARNT = dict(positions="learned", norm="layernorm", norm_bias=True, qkv_bias=True, out_bias=True, ffn_bias=True)
@@ -91,27 +94,37 @@ class Muon:
     """Matrices move by their orthogonalised momentum (Jordan 2024, kellerjordan.github.io/posts/muon), everything else
     by AdamW: half the steps of AdamW alone at these sizes."""
 
-    def __init__(self, model: nn.Module, lr: float = 0.02, adam_lr: float = 0.01, decay: float = 0.05):
-        named = dict(model.named_parameters())
-        self.matrices = [p for n, p in named.items() if p.ndim == 2 and ".blocks." in f".{n}"]
-        chosen = {id(p) for p in self.matrices}
-        rest = [p for p in named.values() if id(p) not in chosen]
-        self.adam = torch.optim.AdamW(rest, adam_lr, (0.9, 0.95), weight_decay=0.0, fused=True)
-        self.momenta = [torch.zeros_like(p) for p in self.matrices]
-        self.lr, self.adam_lr, self.decay = lr, adam_lr, decay
+    def __init__(self, model: nn.Module, rate: float = 0.02, adam_rate: float = 0.01, decay: float = 0.05):
+        self.params = dict(model.named_parameters())
+        self.momenta = {n: torch.zeros_like(p) for n, p in self.params.items() if p.ndim == 2 and ".blocks." in f".{n}"}
+        rest = [p for n, p in self.params.items() if n not in self.momenta]
+        self.adam = torch.optim.AdamW(rest, adam_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
+        self.lr, self.rate, self.adam_rate, self.decay = 1.0, rate, adam_rate, decay  # lr: the share of both rates
 
     @torch.no_grad()
-    def step(self, share: float) -> None:
-        """One step at a share of the peak learning rates; gradients are cleared."""
+    def step(self, lr: float) -> None:
+        """One step at a share `lr` of the peak learning rates."""
         for group in self.adam.param_groups:
-            group["lr"] = self.adam_lr * share
+            group["lr"] = self.adam_rate * lr
         self.adam.step()
-        self.adam.zero_grad()
-        for p, m in zip(self.matrices, self.momenta):
+        for name, m in self.momenta.items():
+            p = self.params[name]
             m.mul_(0.95).add_(p.grad)
-            p.mul_(1 - self.lr * share * self.decay)
-            p.add_(orthogonal(p.grad.add(m, alpha=0.95)), alpha=-self.lr * share * max(1, len(p) / p.shape[1]) ** 0.5)
-            p.grad = None
+            p.mul_(1 - self.rate * lr * self.decay)
+            p.add_(orthogonal(p.grad.add(m, alpha=0.95)), alpha=-self.rate * lr * max(1, len(p) / p.shape[1]) ** 0.5)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        adam = {n: self.adam.state.get(p, {}) for n, p in self.params.items()}
+        flat = {f"{n}/{key}": value for n, state in adam.items() for key, value in state.items()}
+        return flat | {f"{n}/m": m for n, m in self.momenta.items()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for key, value in saved.items():
+            name, _, part = key.rpartition("/")
+            if part == "m":
+                self.momenta[name] = value
+            else:
+                self.adam.state[self.params[name]][part] = value
 
 
 def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
@@ -130,50 +143,47 @@ def share(step: int, cycle: int) -> float:
     return min(1.0, (step + 1) / 50, 2 * (cycle - step) / cycle)
 
 
-def windows(stream: Tensor, batch: int, seed: int):
-    """Batches [batch, CONTEXT + 1], epoch after epoch, each cut from another offset and in another order."""
-    rng, order = torch.Generator().manual_seed(seed), []
-    while True:
-        if len(order) < batch:
+def windows(stream: Tensor, batch: int, seed: int) -> Data:
+    """Batches of CONTEXT tokens, epoch after epoch, each cut from another offset and in another order."""
+    rng, starts = torch.Generator().manual_seed(seed), []  # drawn as far as a step has asked
+
+    def data(step: int) -> Batch:
+        while len(starts) < (step + 1) * batch:
             offset = torch.randint(0, CONTEXT, (1,), generator=rng)
-            order += (torch.randperm(len(stream) // CONTEXT - 1, generator=rng) * CONTEXT + offset).tolist()
-        starts, order = order[:batch], order[batch:]
-        yield torch.stack([stream[s : s + CONTEXT + 1] for s in starts])
+            starts.extend((torch.randperm(len(stream) // CONTEXT - 1, generator=rng) * CONTEXT + offset).tolist())
+        rows = torch.stack([stream[s : s + CONTEXT + 1] for s in starts[step * batch : (step + 1) * batch]])
+        return {"ids": rows[:, :-1], "targets": rows[:, 1:]}
+
+    return data
 
 
-def buckets(pairs: list, batch: int, seed: int):
+def buckets(pairs: list, batch: int, seed: int) -> Data:
     """Batches of pairs of like length, so that little is padding."""
-    rng = np.random.default_rng(seed)
-    while True:
-        lengths = np.array([len(t) for _, t in pairs]) + rng.uniform(0, 2, len(pairs))
-        order = np.argsort(lengths)[: len(pairs) // batch * batch].reshape(-1, batch)
-        for row in rng.permutation(order):
-            yield [pairs[i] for i in row]
+    rng, rows = np.random.default_rng(seed), []
+
+    def data(step: int) -> Batch:
+        while len(rows) <= step:
+            lengths = np.array([len(t) for _, t in pairs]) + rng.uniform(0, 2, len(pairs))
+            order = np.argsort(lengths)[: len(pairs) // batch * batch].reshape(-1, batch)
+            rows.extend(rng.permutation(order))
+        return pair_batch([pairs[i] for i in rows[step]])
+
+    return data
 
 
-def fit(model: nn.Module, batches, loss_of, steps: int, cycle: int, state: Path, probe) -> float:
-    """Train, keeping what is needed to go on in `state`. Seconds of training, those before a stop included."""
-    optimizer, start, before = Muon(model), 0, 0.0
-    if state.is_file():
-        kept = torch.load(state, weights_only=True)
-        model.load_state_dict(kept["model"])
-        optimizer.adam.load_state_dict(kept["adam"])
-        optimizer.momenta, start, before = kept["momenta"], kept["step"], kept["seconds"]
-    began = time.perf_counter()
-    for step, batch in zip(range(steps), batches):
-        if step < start:
-            continue
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step(share(step, cycle))
-        if (step + 1) % 100 == 0 or step + 1 == steps:
-            seconds = before + time.perf_counter() - began
-            kept = dict(model=model.state_dict(), adam=optimizer.adam.state_dict(), momenta=optimizer.momenta)
-            torch.save(kept | dict(step=step + 1, seconds=seconds), state.with_suffix(".tmp"))
-            state.with_suffix(".tmp").replace(state)
-            held = f"  held out {probe(model):.4f}" if (step + 1) % 300 == 0 else ""
-            print(f"{step + 1:5d}/{steps}  {seconds:6.0f} s  loss {loss.item():.4f}{held}", flush=True)
-    return before + time.perf_counter() - began
+def fit(model: nn.Module, data: Data, loss, steps: int, cycle: int, folder: Path, probe) -> float:
+    """Train, or go on with what `folder` has. Seconds of training, those before a stop included."""
+
+    def tell(record: dict) -> None:
+        if (done := record["step"] + 1) % 100 == 0 or done == steps:
+            seconds = sum(r["seconds"] for r in trainer.records)
+            held = f"  held out {probe(model):.4f}" if done % 300 == 0 else ""
+            print(f"{done:5d}/{steps}  {seconds:6.0f} s  loss {record['loss']:.4f}{held}", flush=True)
+
+    schedule = lambda step: share(step, cycle)
+    trainer = Trainer(model, data, Muon(model), schedule, loss, folder=folder, every=100, on_step=tell)
+    trainer.resume()
+    return sum(r["seconds"] for r in trainer.run(steps))
 
 
 def write(folder: Path, model: nn.Module, tokenizer: Tokenizer, card: dict) -> None:
@@ -202,14 +212,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    args.work.mkdir(parents=True, exist_ok=True)
     train, held_out = chosen()
     if args.what == "tokenizer":
         train_tokenizer(d.text for d in train).save(str(args.out / "tokenizer.json"))
         return
     tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
     cfg = config(args.what)
-    model, state = build(cfg, args.seed), args.work / f"{args.what}-{args.seed}.pt"
+    model, folder = build(cfg, args.seed), args.work / f"{args.what}-{args.seed}"
     cycle = max(1, round(CYCLE * args.scale))
     steps = cycle * CYCLES[args.what]
     print(f"{args.what}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
@@ -218,14 +227,13 @@ def main(argv: list[str] | None = None) -> None:
         stream = torch.tensor([i for text in texts for i in (START, *text)])
         small = encode(tokenizer, [d.text for d in held_out[::20]])
         probe = lambda m: np.divide(*decoder_loss(m, small))
-        loss_of = lambda m, ids: cross_entropy_torch(m(ids[:, :-1]), ids[:, 1:])
-        seconds = fit(model, windows(stream, batch, args.seed), loss_of, steps, cycle, state, probe)
+        seconds = fit(model, windows(stream, batch, args.seed), next_token, steps, cycle, folder, probe)
         card = dict(tokens_seen=steps * batch * CONTEXT, tokens_distinct=len(stream))
     else:
         sides = [encode_pairs(tokenizer, side) for side in verse_pairs()]
         texts, batch = [t for _, t in sides[0]], 32
         probe = lambda m: pair_loss(m, sides[1][:256]).item()
-        seconds = fit(model, buckets(sides[0], batch, args.seed), pair_loss, steps, cycle, state, probe)
+        seconds = fit(model, buckets(sides[0], batch, args.seed), text_to_text, steps, cycle, folder, probe)
         card = dict(pairs_seen=steps * batch, pairs_distinct=len(sides[0]))
     write(args.out / args.what, model, tokenizer, card | dict(seed=args.seed, steps=steps, seconds=round(seconds)))
 
