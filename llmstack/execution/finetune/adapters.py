@@ -27,11 +27,9 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Module, h: int, m: int, scale: float, beside: bool, rng: torch.Generator):
         super().__init__()
         self.scale, self.beside, like = scale, beside, next(base.parameters())
-        shapes = {"down": (m, h), "d": (m,), "up": (h, m), "u": (h,)}
-        for name, shape in shapes.items():
-            start = torch.randn(shape, generator=rng, device="cpu") * h**-0.5 if name == "down" else torch.zeros(shape)
-            setattr(self, name, nn.Parameter(start.to(like)))
-        self.base = base
+        self.base, zeros = base, lambda *shape: nn.Parameter(torch.zeros(shape).to(like))
+        self.down = nn.Parameter((torch.randn(m, h, generator=rng, device="cpu") * h**-0.5).to(like))
+        self.d, self.up, self.u = zeros(m), zeros(h, m), zeros(h)
 
     def forward(self, x: Tensor, *how) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
@@ -41,12 +39,7 @@ class Adapted(nn.Module):
 
 
 def serial(
-    model: nn.Module,
-    m: int = 8,
-    where: Sequence[str] = ("attention", "ffn"),
-    scale: float = 1.0,
-    beside: bool = False,
-    seed: int = 0,
+    model: nn.Module, m: int = 8, where: Sequence[str] = ("attention", "ffn"), scale=1.0, beside=False, seed: int = 0
 ) -> Tuned:
     """Train an adapter of inner width m at the sublayers `where` of each block: attention, cross, ffn.
 

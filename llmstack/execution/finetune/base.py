@@ -18,23 +18,13 @@ from torch import Tensor, nn
 
 Targets = str | Sequence[str]
 METHODS = {  # name -> module.function(model, **settings) -> Tuned
-    "full": "base.full",
-    "lora": "lora.lora",
-    "qlora": "quantised.qlora",
-    "qa-lora": "quantised.qa_lora",
-    "lq-lora": "lq_lora.lq_lora",
-    "splora": "pruned.splora",
-    "loraprune": "pruned.loraprune",
-    "adapter": "adapters.serial",
-    "parallel-adapter": "adapters.parallel",
-    "prefix": "prompts.prefix",
-    "prompt": "prompts.prompt",
-    "p-tuning": "prompts.p_tuning",
-    "p-tuning-v2": "prompts.p_tuning_v2",
-    "diff": "sparse.diff",
-    "pafi": "sparse.pafi",
-    "fish": "sparse.fish",
-}
+    "full": "base.full", "adapter": "adapters.serial", "parallel-adapter": "adapters.parallel",
+    "prompt": "prompts.prompt", "p-tuning": "prompts.p_tuning",
+    "prefix": "prompts.prefix", "p-tuning-v2": "prompts.p_tuning_v2",
+    "lora": "lora.lora", "splora": "pruned.splora", "loraprune": "pruned.loraprune",
+    "qlora": "quantised.qlora", "qa-lora": "quantised.qa_lora", "lq-lora": "lq_lora.lq_lora",
+    "diff": "sparse.diff", "pafi": "sparse.pafi", "fish": "sparse.fish",
+}  # fmt: skip
 
 
 @dataclass
@@ -69,6 +59,12 @@ class Tuned:
         """How many values are trained."""
         return sum(p.numel() for p in self.trainable.values())
 
+    @property
+    def training_bytes(self) -> int:
+        """What Adam in mixed precision holds: 16 for a trained value, 2 for a frozen one, buffers as they are."""
+        frozen = sum(p.numel() for p in self.model.parameters()) - self.count
+        return 16 * self.count + 2 * frozen + sum(b.nbytes for b in self.model.buffers())
+
 
 def prepare(model: nn.Module, method: str, **settings: Any) -> Tuned:
     """Make a model trainable by one of METHODS, in place. Afterwards it is called exactly as before.
@@ -87,9 +83,7 @@ def prepare(model: nn.Module, method: str, **settings: Any) -> Tuned:
     model.tuned_by, merge = method, tuned.merge
 
     def merged() -> nn.Module:
-        plain = merge()
-        for p in before:
-            p.requires_grad_(True)
+        plain, _ = merge(), [p.requires_grad_(True) for p in before]
         plain.tuned_by = None
         return plain
 

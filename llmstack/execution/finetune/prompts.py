@@ -74,16 +74,10 @@ def prompt(
     """Train ℓ vectors before the token embeddings; as they are, or through an encoder of inner width `hidden` (0: D):
     "lstm", both ways in `layers` layers and an MLP behind, or "mlp"."""
     rows = model.embed.tokens.weight[_start(model, length, ids, seed)[0]].detach()  # [ℓ, D]
-    d = rows.shape[1]
-    h = hidden or d
-    lstm = lambda: (
-        Recurrent(d, h, layers, bidirectional=True),
-        nn.Linear(2 * h, 2 * h),
-        nn.ReLU(),
-        nn.Linear(2 * h, d),
-    )
-    mlp = lambda: (nn.Linear(d, h), nn.ReLU(), nn.Linear(h, h), nn.ReLU(), nn.Linear(h, d))
-    if encoder not in (encoders := {"": tuple, "lstm": lstm, "mlp": mlp}):
+    d, h = rows.shape[1], hidden or rows.shape[1]
+    dense = lambda *widths: [m for pair in zip(widths, widths[1:]) for m in (nn.Linear(*pair), nn.ReLU())][:-1]
+    lstm = lambda: [Recurrent(d, h, layers, bidirectional=True), *dense(2 * h, 2 * h, d)]
+    if encoder not in (encoders := {"": tuple, "lstm": lstm, "mlp": lambda: dense(d, h, h, d)}):
         raise ValueError(f"encoder = {encoder!r}, but a prompt is encoded by 'lstm' or 'mlp', or '' as it is")
     return _install(model, rows, encoders[encoder], _at_embedding, seed)
 
@@ -120,7 +114,7 @@ def _start(model: nn.Module, length: int, ids: Sequence[int] | None, seed: int) 
     c, rng, weight = model.config, torch.Generator().manual_seed(seed), model.embed.tokens.weight
     if c.kind != "decoder" or c.kv_lora_rank or c.d_state or length < 1:
         raise ValueError(
-            f"length = {length}, {c.kind} {c.name}: a prompt has 1 vector or more, before a decoder's heads"
+            f"length = {length} for {c.kind} {c.name}: prompts have 1 vector or more, for a decoder's heads"
         )
     ids = torch.randint(c.vocab_size, (1, length), generator=rng) if ids is None else torch.tensor([ids])
     check_ids(ids, c)
@@ -142,12 +136,11 @@ def _in_layers(model, states, ids, padding=None, cache=None, **how) -> Iterator[
 
 
 def _at_embedding(model, states, ids, padding=None, cache=None, **how) -> Iterator[Tensor]:
-    rows = model.prompt()  # [ℓ, D]
-    if cache is not None:
-        rows = rows[:0] if cache.length else rows  # at a later pass the prompt is in the cache
-        cache.k, cache.v = (pad(t, (0, 0, 0, len(rows))) for t in (cache.k, cache.v))
-        cache.real = pad(cache.real, (0, len(rows)))
+    rows = model.prompt()[: 0 if cache is not None and cache.length else None]  # [ℓ, D]; later passes have it cached
     n = len(rows)
+    if cache is not None:
+        cache.k, cache.v = (pad(t, (0, 0, 0, n)) for t in (cache.k, cache.v))
+        cache.real = pad(cache.real, (0, n))
     put = lambda module, given, out: torch.cat([rows.expand(len(ids), -1, -1), out[:, n:]], 1)  # [B, ℓ + T, D]
     passing = states(pad(ids, (n, 0)), None if padding is None else pad(padding, (n, 0), value=True), cache, **how)
     with model.embed.tokens.register_forward_hook(put):

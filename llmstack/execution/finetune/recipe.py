@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -37,29 +38,24 @@ from llmstack.execution.trainer import Trainer
 from llmstack.facts import data_path
 
 NEEDED = ("checkpoint", "method", "steps", "out", "data", "optimizer")
-KEYS = {
-    "recipe": (*NEEDED, "seed", "merge", "settings", "schedule", "trainer"),
-    "data": ("source", "file", "documents", "length", "batch"),
-    "trainer": ("accumulate", "clip", "every"),
-}
+OPTIONAL = {"seed": 0, "merge": None, "settings": {}, "schedule": {"name": "constant"}, "trainer": {}}
+TABLES = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 
 
 def read(path: str | Path) -> dict[str, Any]:
     """A recipe from a file, or from data/recipes by its name. Raises ValueError on a wrong key, with those allowed."""
     file = Path(path) if Path(path).suffix else data_path() / "recipes" / f"{path}.toml"
     recipe = tomllib.loads(file.read_text(encoding="utf-8"))
-    _check("the recipe", recipe, KEYS["recipe"], NEEDED)
-    recipe = {"seed": 0, "merge": None, "settings": {}, "schedule": {"name": "constant"}, "trainer": {}} | recipe
-    _check("[data]", recipe["data"], KEYS["data"], ("length", "batch"))
-    _check("[trainer]", recipe["trainer"], KEYS["trainer"])
-    _check("[settings]", recipe["settings"], list(signature(function_of(recipe["method"])).parameters)[1:])
-    for table, functions in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
-        _check(f"[{table}]", recipe[table], [*recipe[table]], ["name"])
-        name = recipe[table]["name"]
-        if name not in functions:
+    _check("the recipe", recipe, [*NEEDED, *OPTIONAL], NEEDED)
+    recipe = OPTIONAL | recipe
+    _check("[data]", recipe["data"], ["source", "file", "documents", "length", "batch"], ["length", "batch"])
+    _check("[trainer]", recipe["trainer"], ["accumulate", "clip", "every"])
+    _check("[settings]", recipe["settings"], _arguments(function_of(recipe["method"])))
+    for table, functions in TABLES.items():
+        _check(f"[{table}]", recipe[table], recipe[table], ["name"])
+        if (name := recipe[table]["name"]) not in functions:
             raise ValueError(f"[{table}] has name = {name!r}, but it must be one of {', '.join(functions)}")
-        known = [p for p in signature(functions[name]).parameters if p not in ("params", "how", "steps")]
-        _check(f"[{table}]", recipe[table], ["name", *known])
+        _check(f"[{table}]", recipe[table], ["name", *_arguments(functions[name])])
     return recipe
 
 
@@ -68,19 +64,19 @@ def run(path: str | Path, out: str = "", on_step: Callable[[dict], None] | None 
     Trainer's records. Raises ValueError on what cannot be."""
     recipe = read(path)
     steps, seed, out = recipe["steps"], recipe["seed"], Path(out or recipe["out"])
-    made = lambda table: {k: v for k, v in recipe[table].items() if k != "name"}
+    chosen = lambda table, name, **how: partial(TABLES[table][name], **how)
+    optimizer, schedule = (chosen(table, **recipe[table]) for table in TABLES)
     model, tokenizer = pretrained(recipe["checkpoint"])
     if model.config.kind != "decoder":
         raise ValueError(f"checkpoint = {recipe['checkpoint']!r} is of kind {model.config.kind}; recipes tune decoders")
     data = windows(_tokens(tokenizer, **recipe["data"]), recipe["data"]["length"], recipe["data"]["batch"], seed)
-    needs = {"data": data} if "data" in signature(function_of(recipe["method"])).parameters else {}
+    needs = {"data": data} if "data" in _arguments(function_of(recipe["method"])) else {}
     tuned = prepare(model, recipe["method"], **recipe["settings"] | needs)
     if recipe["merge"] and not tuned.merge:
         raise ValueError(f"merge = true, but {recipe['method']!r} adds what no matrix can hold; say merge = false")
-    optimizer = OPTIMIZERS[recipe["optimizer"]["name"]](tuned.trainable, **made("optimizer"))
-    schedule = SCHEDULES[recipe["schedule"]["name"]](steps=steps, **made("schedule"))
     how = recipe["trainer"] | dict(seed=seed, after_backward=tuned.after_backward, on_step=on_step)
-    trainer = Trainer(model, data, optimizer, schedule, folder=out / "run" if how.get("every") else None, **how)
+    how["folder"] = out / "run" if how.get("every") else None
+    trainer = Trainer(model, data, optimizer(tuned.trainable), schedule(steps=steps), **how)
     if trainer.folder:
         trainer.resume()
     records = trainer.run(steps)
@@ -97,13 +93,15 @@ def _tokens(tokenizer: Any, source: str = "", file: str = "", documents: int | N
     """The chosen texts in a row, each after the token that begins one and before the one that ends it."""
     if bool(source) == bool(file):
         raise ValueError("[data] names a source of execution.corpus or a text file: one of the two")
-    texts = (
-        [Path(file).read_text(encoding="utf-8")]
-        if file
-        else [d.text for d in corpus.split(corpus.documents(source))[0]]
-    )
+    corpora = lambda: [document.text for document in corpus.split(corpus.documents(source))[0]]
+    texts = [Path(file).read_text(encoding="utf-8")] if file else corpora()
     ends = [[i for i in (token,) if i is not None] for token in (tokenizer.bos, tokenizer.eos)]
     return [i for text in texts[:documents] for i in (*ends[0], *tokenizer.encode(text, special=False), *ends[1])]
+
+
+def _arguments(function: Callable) -> list[str]:
+    """What a recipe may set: not the model, weights or steps, which it has elsewhere."""
+    return [name for name in signature(function).parameters if name not in ("model", "params", "steps", "how")]
 
 
 def _check(where: str, given: Any, allowed: Iterable[str], needed: Iterable[str] = ()) -> None:

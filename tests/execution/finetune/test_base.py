@@ -184,6 +184,20 @@ def test_lora_has_at_most_its_rank(r):
         torch.testing.assert_close(model.get_submodule(name).weight.double() - weight, deltas[name], rtol=0, atol=1e-5)
 
 
+def test_bytes_of_full_tuning():
+    """16 a parameter, as the tensors of mixed precision with Adam have them; 2 + 16 ρ where a share ρ is added."""
+    model = small()
+    tuned = prepare(model, "full")
+    train(tuned, steps=1)
+    state = adam(masters := {n: p.detach().clone() for n, p in tuned.trainable.items()})
+    state.step({n: torch.ones_like(p) for n, p in masters.items()})
+    half = [t.bfloat16() for p in tuned.trainable.values() for t in (p, p.grad)]
+    moments = [t for t in state.state_dict().values() if isinstance(t, torch.Tensor)]
+    assert tuned.training_bytes == sum(t.nbytes for t in [*half, *masters.values(), *moments]) == 16 * tuned.count
+    base, tuned = tuned.count, prepare(small(), "lora")
+    assert tuned.training_bytes == 2 * base + 16 * tuned.count
+
+
 def test_a_prefix_of_tokens_is_those_tokens():
     """A learned prompt that starts as tokens computes, before training, what the model computes behind them."""
     given = [5, 90, 17]
@@ -224,7 +238,7 @@ T5 = LLAMA.with_(kind="encoder-decoder", n_kv_heads=4)
 @pytest.mark.parametrize(
     "config, method, settings, message",
     [
-        (LLAMA, "dora", {}, "no method 'dora' of fine-tuning; there are full, lora"),
+        (LLAMA, "dora", {}, "no method 'dora' of fine-tuning; there are full, adapter"),
         (LLAMA, "lora", {"rank": 4}, "has no setting rank; it has r, alpha, targets, seed"),
         (LLAMA, "full", {"lr": 1}, "it has none"),
         (LLAMA, "lora", {"targets": ("q", "w")}, r"targets \['w'\] match no linear"),
@@ -236,7 +250,7 @@ T5 = LLAMA.with_(kind="encoder-decoder", n_kv_heads=4)
         (LLAMA, "prompt", {"length": 0}, "length = 0"),
         (LLAMA, "prompt", {"ids": [1, 99]}, "hold token 99"),
         (LLAMA, "p-tuning", {"encoder": "gru"}, "encoder = 'gru'"),
-        (T5, "prefix", {}, "encoder-decoder small: .* before a decoder's heads"),
+        (T5, "prefix", {}, "encoder-decoder small: .* for a decoder's heads"),
     ],
 )
 def test_what_is_refused_changes_nothing(config, method, settings, message):
