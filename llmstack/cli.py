@@ -1,4 +1,4 @@
-"""The `llmstack` command: what the surveys name and claim, the published models, and what works on this machine."""
+"""The `llmstack` command: what the surveys name and claim, published models, recipes, what works on this machine."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from llmstack import preset
 from llmstack.architectures import build, load, save
 from llmstack.config import ModelConfig
 from llmstack.execution.finetune import METHODS, freeze, linears, prepare
+from llmstack.execution.finetune.prompts import materialise
 from llmstack.execution.generation import generate
 from llmstack.execution.optimizers import adam
 
@@ -207,6 +208,18 @@ def test_a_prefix_of_tokens_is_those_tokens():
         for method in ("prompt", "p-tuning-v2"):
             tuned = prepare(small(config), method, ids=given)
             torch.testing.assert_close(tuned.model(IDS), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["p-tuning", "prefix"])
+def test_what_was_learned_stays_without_the_encoder(method):
+    """The prompt of a trained encoder, put in its place: the same model to the last bit, and a table to train."""
+    tuned = prepare(small(), method)
+    train(tuned)
+    expected, count = tuned.model(IDS), tuned.count
+    kept = materialise(tuned)
+    assert torch.equal(kept.model(IDS), expected) and list(kept.trainable) == ["prompt.table"] and kept.count < count
+    losses = train(kept)
+    assert losses[-1] < losses[0]
 
 
 def test_prompts_count():
