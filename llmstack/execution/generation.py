@@ -40,10 +40,8 @@ class Decoding:
             raise ValueError("prompts must be padded on the left: the last token of every row has to be a real one")
         (B, T), room = ids.shape, config.max_seq_len
         if config.positions == "learned" and T + max_new_tokens > room:
-            raise ValueError(
-                f"{T} prompt tokens and max_new_tokens = {max_new_tokens} do not fit the {room} positions of "
-                f"{config.name}; shorten the prompt or ask for fewer"
-            )
+            asked = f"{T} prompt tokens and max_new_tokens = {max_new_tokens}"
+            raise ValueError(f"{asked} do not fit the {room} positions of {config.name}; shorten, or ask for fewer")
         like = (weight := next(model.parameters())).device, weight.dtype
         state = bool(config.d_state)
         self.cache = StateCache(config, B, *like) if state else ContiguousCache(config, B, T + max_new_tokens, *like)
@@ -53,8 +51,7 @@ class Decoding:
     def __call__(self, new: Tensor, real: Tensor | None = None) -> Tensor:
         if self.memory is None:
             return self.model(new, padding=real, cache=self.cache, keep=1)[:, -1]  # [B, V]
-        how = dict(cache=self.cache, target_padding=real, keep=1)
-        return self.model.decode(new, self.memory, self.source_padding, **how)[:, -1]
+        return self.model.decode(new, self.memory, self.source_padding, self.cache, real, keep=1)[:, -1]
 
     def reorder(self, rows: Tensor) -> None:
         """Go on with these rows of the batch, [B'], in this order; a row may come twice or not at all."""
@@ -62,8 +59,7 @@ class Decoding:
             if isinstance(held, Tensor):  # flags are [B, …], what layers hold is [L, B, …]
                 setattr(self.cache, name, held.index_select(0 if held.dtype == torch.bool else 1, rows))
         if self.memory is not None:
-            memories = self.cache.memories.items()
-            self.cache.memories = {layer: tuple(x[rows] for x in pair) for layer, pair in memories}
+            self.cache.memories = {i: (k[rows], v[rows]) for i, (k, v) in self.cache.memories.items()}
             self.memory = self.memory[rows]
             self.source_padding = None if self.source_padding is None else self.source_padding[rows]
 
@@ -167,9 +163,6 @@ def score(model: nn.Module, ids: Tensor, padding=None, source=None, source_paddi
 
     Its sum over a row is log p(x | x_1). Zero where the token or its predecessor is padding.
     """
-    if source is None:
-        logits = model(ids, padding=padding)[:, :-1]  # [B, T - 1, V]
-    else:
-        logits = model(source, ids, source_padding, padding)[:, :-1]
-    found = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    logits = model(ids, padding) if source is None else model(source, ids, source_padding, padding)  # [B, T, V]
+    found = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return found if padding is None else found.masked_fill(~(padding[:, 1:] & padding[:, :-1]), 0)

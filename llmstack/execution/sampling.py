@@ -39,7 +39,6 @@ def filtered(logits: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 
     if top_p < 1:
         p, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
         before = p.cumsum(-1) - p  # the mass of all likelier tokens
-        before[..., 0] = 0
         logits = logits.masked_fill((before >= top_p).scatter(-1, order, before >= top_p), -torch.inf)
     if min_p:
         p = logits.softmax(-1)
