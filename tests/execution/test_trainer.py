@@ -199,6 +199,27 @@ def test_running_in_two_parts_is_running_once(tmp_path):
     assert [p.name for p in parts.checkpoints()] == ["step-00000003.safetensors", "step-00000008.safetensors"]
 
 
+def test_the_small_checkpoints_script_resumes_its_own_optimizer_and_order(tmp_path, monkeypatch):
+    """data/checkpoints/train.py: Muon's memory is saved, and its data is a function of the step over epochs."""
+    monkeypatch.syspath_prepend(facts.data_path() / "checkpoints")
+    train = pytest.importorskip("train")
+    stream = torch.arange(256 * 4 + 100)
+    order, later = train.windows(stream, 2, seed=1), train.windows(stream, 2, seed=1)
+    assert torch.equal(later(7)["ids"], [order(i) for i in range(8)][7]["ids"])  # an epoch is 3 windows
+    assert torch.equal(order(0)["targets"][:, :-1], order(0)["ids"][:, 1:])
+
+    def run(folder=None):
+        model = build(CONFIG)
+        schedule = lambda step: train.share(step, 10)
+        return Trainer(model, windows(STREAM, 16, 4), train.Muon(model), schedule, folder=folder, seed=0)
+
+    whole = run()
+    expected = told(whole.run(8))
+    run(tmp_path).run(5)
+    again = run(tmp_path)
+    assert again.resume() == 5 and told(again.run(8)) == expected and same(again.model, whole.model)
+
+
 def test_the_last_few_checkpoints_stay_and_are_plain_safetensors(tmp_path):
     run = setup(folder=tmp_path, every=2, keep=3)
     run.run(11)
