@@ -93,7 +93,7 @@ def encode_torch(w: Tensor, kind: str = "nf4", block: int = 64) -> tuple[Tensor,
 
 def decode_torch(codes: Tensor, a: Tensor, kind: str = "nf4", block: int = 64) -> Tensor:
     table = torch.from_numpy(levels(kind)).to(codes.device)
-    return table[codes.int()] * a.repeat_interleave(block)[: len(codes)]
+    return table.index_select(0, codes.int()) * a.repeat_interleave(block)[: len(codes)]
 
 
 def double_torch(a: Tensor, block: int = 256) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +107,7 @@ def single_torch(codes: Tensor, second: Tensor, mean: Tensor, block: int = 256) 
 def nf4_weight_torch(packed: Tensor, a: Tensor, shape: tuple[int, int], block: int = 64) -> Tensor:
     """The weight, [out, in] fp32. A byte finds its two values in a table of 256 pairs: at most 6 bytes a weight."""
     table = torch.from_numpy(levels("nf4")).to(packed.device)
-    w = torch.cartesian_prod(table, table)[packed.int()].flatten()[: prod(shape)]
+    w = torch.cartesian_prod(table, table).index_select(0, packed.int()).flatten()[: prod(shape)]
     w = w.view(-1, block).mul_(a[:, None]) if len(w) % block == 0 else w * a.repeat_interleave(block)[: len(w)]
     return w.view(shape)
 

@@ -82,23 +82,23 @@ def allocate(errors: np.ndarray, bits: np.ndarray, budget: float) -> np.ndarray:
 
 
 def lq_lora(
-    model: nn.Module, r: int = 8, budget: float = 2.75, targets="all", rounds: int = 10, fisher: Mapping | None = None
+    model: nn.Module, r=8, budget=2.75, targets="all", rounds=10, fisher: Mapping | None = None, choices=CHOICES
 ) -> Tuned:
-    """LQ-LoRA within `budget` bits a weight. `fisher` has F by the linears' names. `merge()` as in QLoRA."""
+    """LQ-LoRA within `budget` bits a weight. `fisher` has F by the linears' names, `choices` what a matrix may have:
+    (bits, block) pairs, only one for a uniform base. `merge()` as in QLoRA."""
     found = {module: (fisher or {}).get(name) for name, _, _, module in linears(model, targets)}
     sizes = [m.weight.numel() for m in found]
-
     stored = lambda m, choice: lambda w: NFLinear(m, *choice, weight=w).dequantise()
 
     @torch.no_grad()
     def price(m: nn.Linear) -> list[float]:
         b, a = low_rank(m.weight, r, found[m])
         rest = m.weight - b @ a
-        return [_error(rest - stored(m, c)(rest), found[m]) ** 2 for c in CHOICES]
+        return [_error(rest - stored(m, c)(rest), found[m]) ** 2 for c in choices]
 
     errors = np.array([price(m) for m in found])
-    bits = np.array([[stored_bits(n, *c) for c in CHOICES] for n in sizes])
-    chosen = dict(zip(found, (CHOICES[c] for c in allocate(errors, bits, budget * sum(sizes)))))
+    bits = np.array([[stored_bits(n, *c) for c in choices] for n in sizes])
+    chosen = dict(zip(found, (choices[c] for c in allocate(errors, bits, budget * sum(sizes)))))
     parts = {m: decompose(m.weight, r, stored(m, c), rounds, found[m]) for m, c in chosen.items()}
     placed = attach(model, r, r, targets, 0, base=lambda m: NFLinear(m, *chosen[m], weight=parts[m][0]))
     for (_, _, module), (_, b, a, _) in zip(placed, parts.values()):

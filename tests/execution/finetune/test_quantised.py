@@ -219,6 +219,12 @@ def test_lq_lora_stays_below_the_budget_and_starts_nearer_than_qlora_at_the_same
         assert budget - 0.2 < bits <= budget
     plain = state(prepare(build(SMALL, seed=1), "qlora"))
     assert error < plain[1] and bits < plain[0] + 0.1
+    budget = 3.2  # the programme may mix, or take 3 bits for all
+    mixed, uniform = (
+        state(prepare(build(SMALL, seed=1), "lq-lora", budget=budget, rounds=1, **how))
+        for how in ({}, {"choices": [(3, 64)]})
+    )
+    assert max(mixed[0], uniform[0]) <= budget and mixed[1] < uniform[1]
 
 
 @pytest.mark.parametrize(
