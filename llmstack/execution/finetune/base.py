@@ -83,8 +83,10 @@ def prepare(model: nn.Module, method: str, **settings: Any) -> Tuned:
     model.tuned_by, merge = method, tuned.merge
 
     def merged() -> nn.Module:
-        plain, _ = merge(), [p.requires_grad_(True) for p in before]
+        plain = merge()
         plain.tuned_by = None
+        for p in before:
+            p.requires_grad_(True)
         return plain
 
     tuned.merge = merge and merged

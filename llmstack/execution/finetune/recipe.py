@@ -48,9 +48,9 @@ def read(path: str | Path) -> dict[str, Any]:
     recipe = tomllib.loads(file.read_text(encoding="utf-8"))
     _check("the recipe", recipe, [*NEEDED, *OPTIONAL], NEEDED)
     recipe = OPTIONAL | recipe
+    _check("[settings]", recipe["settings"], _arguments(function_of(recipe["method"])))
     _check("[data]", recipe["data"], ["source", "file", "documents", "length", "batch"], ["length", "batch"])
     _check("[trainer]", recipe["trainer"], ["accumulate", "clip", "every"])
-    _check("[settings]", recipe["settings"], _arguments(function_of(recipe["method"])))
     for table, functions in TABLES.items():
         _check(f"[{table}]", recipe[table], recipe[table], ["name"])
         if (name := recipe[table]["name"]) not in functions:
