@@ -6,7 +6,7 @@ from llmstack.course import labs
 
 
 def test_the_caption_counts_what_is_left():
-    panel = labs.sampling()
+    panel = labs.next_token()
     left = lambda: int(re.search(r"(\d+) of 2048 tokens", panel.caption)[1])
     bits = lambda: [float(x) for x in re.search(r"Entropy (.*) bits before, (.*) now", panel.caption).groups()]
     nucleus = left()

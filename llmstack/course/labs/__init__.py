@@ -13,7 +13,7 @@ labs.token_budget()                       chapter 1: which patches of a picture 
 labs.routing()                            chapter 1: load, drops and balance loss of each router on the same tokens
 labs.optimizer_surface()                  chapter 2: the way of an optimizer down a valley
 labs.schedules()                          chapter 2: five learning-rate schedules
-labs.sampling()                           chapter 2: what temperature, top-k, top-p and min-p leave of a next token
+labs.next_token()                         chapter 2: what temperature, top-k, top-p and min-p leave of a next token
 labs.hnsw_steps()                         chapter 2: a search through layers of a graph, step by step
 """
 
@@ -25,7 +25,7 @@ _FRONT |= {"attention_patterns": "patterns", "state_memory": "states", "state_co
 _FRONT |= {"routing": "experts"}
 _FRONT |= {"optimizer_surface": "training", "schedules": "training"}
 _FRONT |= {"hnsw_steps": "retrieval"}
-_FRONT |= {"sampling": "sampling"}
+_FRONT |= {"next_token": "sampling"}
 
 __all__ = list(_FRONT)
 

@@ -11,7 +11,7 @@ SHOWN = 24
 PROMPTS = ("And the LORD spake unto", "And he went into the", "KING HENRY V:\nMy")
 
 
-def sampling() -> Lab:
+def next_token() -> Lab:
     """The next token's distribution of a small trained model: what temperature does to it, and what each cut keeps."""
     model, tokenizer = pretrained("llama-2m")
     with torch.no_grad():
@@ -37,6 +37,6 @@ def sampling() -> Lab:
             f"choices. Likeliest: {left.max():.0%}."
         )
 
-    cuts = dict(top_k=(0, 100, 1, 0), top_p=(0.05, 1.0, 0.05, 0.9), min_p=(0.0, 0.9, 0.02, 0.0))
+    cuts = dict(top_k=(0, 10, 1, 0), top_p=(0.05, 1.0, 0.05, 0.9), min_p=(0.0, 0.9, 0.02, 0.0))
     after = {p.replace("\n", " "): p for p in PROMPTS}
     return lab(draw, "What may be drawn", temperature=(0.1, 3.0, 0.1, 1.0), **cuts, after=after)
