@@ -112,11 +112,16 @@ def momentum_direction(g: Array, s: State, t: int, w: Array, lr: float, beta: fl
 def adam_direction(g: Array, s: State, t: int, w: Array, lr: float, betas: tuple[float, float], eps: float) -> Array:
     if not s:
         s |= {"m": g * 0, "v": g * 0}
-    for key, beta, value in (("m", betas[0], g), ("v", betas[1], g * g)):
+    square = g * g
+    square *= 1 - betas[1]
+    for key, beta, value in (("m", betas[0], (1 - betas[0]) * g), ("v", betas[1], square)):
         s[key] *= beta
-        s[key] += (1 - beta) * value
-    m, v = s["m"] / (1 - betas[0] ** t), s["v"] / (1 - betas[1] ** t)
-    return m / (v**0.5 + eps)
+        s[key] += value
+    u, root = s["m"] / (1 - betas[0] ** t), s["v"] / (1 - betas[1] ** t)
+    root **= 0.5  # in place: fresh memory for each intermediate costs more than the arithmetic
+    root += eps
+    u /= root
+    return u
 
 
 def adafactor_direction(
