@@ -73,24 +73,22 @@ def lora_importance(module: MaskedLoRA) -> Tensor:
     return ((db @ module.a + module.b @ da - db @ da) * module.total()) ** 2
 
 
-def layers(ffn: FeedForward) -> tuple[list[nn.Module], nn.Module]:
-    """Those whose rows are the inner channels, gate and up, and the one whose columns are, down."""
-    return [m for m in (ffn.gate, ffn.up) if m is not None], ffn.down
+def parts(ffn: FeedForward) -> list[tuple[MaskedLoRA, str, int]]:
+    """Whose rows or columns the inner channels are: (layer, name of its mask, axis to sum over)."""
+    return [(m, "rows", 1) for m in (ffn.gate, ffn.up) if m is not None] + [(ffn.down, "columns", 0)]
 
 
 @torch.no_grad()
 def channels(ffn: FeedForward, importance: Callable[[MaskedLoRA], Tensor]) -> Tensor:
     """The importance of each of the F inner channels, summed over what belongs to it."""
-    ups, down = layers(ffn)
-    return sum(importance(m).sum(1) for m in ups) + importance(down).sum(0)  # [F]
+    return sum(importance(m).sum(axis) for m, _, axis in parts(ffn))  # [F]
 
 
 def mask(ffn: FeedForward, scores: Tensor, kept: int) -> None:
     """Keep the `kept` channels of the highest scores among those that are left."""
-    ups, down = layers(ffn)
-    best = scores.masked_fill(~down.columns, -torch.inf).topk(kept).indices
-    for m in [m.rows for m in ups] + [down.columns]:
-        m.zero_()[best] = True
+    best = scores.masked_fill(~ffn.down.columns, -torch.inf).topk(kept).indices
+    for m, which, _ in parts(ffn):
+        getattr(m, which).zero_()[best] = True
 
 
 def splora(model: nn.Module, r: int = 8, alpha: float = 16.0, keep: float = 0.5, seed: int = 0) -> Pruned:
@@ -105,6 +103,8 @@ def loraprune(
     model: nn.Module, r: int = 8, alpha=16.0, keep=0.5, rounds: int = 5, every: int = 10, momentum=0.9, seed: int = 0
 ) -> Pruned:
     """Prune as it trains: after every `every` steps a share goes, `rounds` times. `merge()` gives the small model."""
+    if min(rounds, every) < 1:
+        raise ValueError(f"rounds = {rounds!r} and every = {every!r}, but both are at least 1")
     ffns, kept, tuned = _prepare(model, r, alpha, keep, seed)
     scores, steps = [0.0] * len(ffns), 0
 
@@ -114,8 +114,8 @@ def loraprune(
         for i, ffn in enumerate(ffns):
             scores[i] = momentum * scores[i] + (1 - momentum) * channels(ffn, lora_importance)
             if steps % every == 0 and steps <= rounds * every:
-                all_ = len(scores[i])
-                mask(ffn, scores[i], round(all_ - (all_ - kept) * steps / (rounds * every)))
+                gone = (len(scores[i]) - kept) * steps / (rounds * every)
+                mask(ffn, scores[i], round(len(scores[i]) - gone))
 
     tuned.after_backward = after_backward
     return tuned

@@ -38,6 +38,8 @@ def qlora(
     model: nn.Module, r: int = 8, alpha=16.0, targets: str | Sequence[str] = "all", block=64, double=True, seed: int = 0
 ) -> Tuned:
     """LoRA on NF4. `merge()` gives plain linears of Ŵ + ΔW in full precision."""
+    if block < 1:
+        raise ValueError(f"block = {block!r}, but a constant is for at least one weight; the paper has 64")
     placed = attach(model, r, alpha, targets, seed, base=lambda linear: NFLinear(linear, 4, block, double))
     return Tuned(model, merge=lambda: unpack_(model, placed))
 

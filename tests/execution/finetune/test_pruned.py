@@ -119,5 +119,7 @@ def test_importance_from_lora_alone_ranks_as_the_exact_gradient_does():
 def test_what_does_not_fit_is_refused(method):
     with pytest.raises(ValueError, match=r"keep = 0, but the share"):
         prepare(build(SMALL), method, keep=0)
+    with pytest.raises(ValueError, match="every = 0, but both are at least 1"):
+        prepare(build(SMALL), "loraprune", every=0)
     with pytest.raises(ValueError, match="experts or none"):
         prepare(build(SMALL.with_(n_experts=4, top_k=2)), method)

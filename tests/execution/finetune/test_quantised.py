@@ -231,6 +231,7 @@ def test_lq_lora_stays_below_the_budget_and_starts_nearer_than_qlora_at_the_same
     "method, settings, says",
     [
         ("qlora", dict(r=0), "r = 0"),
+        ("qlora", dict(block=0), "block = 0"),
         ("qa-lora", dict(group=48), "in divides by group"),
         ("lq-lora", dict(budget=1.5), "below the least"),
         ("qlora", dict(bits=4), "has no setting bits"),
