@@ -14,6 +14,9 @@ labs.routing()                            chapter 1: load, drops and balance los
 labs.optimizer_surface()                  chapter 2: the way of an optimizer down a valley
 labs.schedules()                          chapter 2: five learning-rate schedules
 labs.next_token()                         chapter 2: what temperature, top-k, top-p and min-p leave of a next token
+labs.lora_rank()                          chapter 2: how much of an update two thin matrices can hold
+labs.kl_coefficient()                     chapter 2: reward, what it stands for, and drift, at six prices of drift
+labs.clip_range()                         chapter 2: PPO's objective of a token against its ratio
 labs.hnsw_steps()                         chapter 2: a search through layers of a graph, step by step
 """
 
@@ -24,7 +27,9 @@ _FRONT |= dict.fromkeys(("attention_reach", "positions", "norms_at_depth", "acti
 _FRONT |= {"attention_patterns": "patterns", "state_memory": "states", "state_cost": "states", "token_budget": "vision"}
 _FRONT |= {"routing": "experts"}
 _FRONT |= {"optimizer_surface": "training", "schedules": "training"}
+_FRONT |= {"kl_coefficient": "preferences", "clip_range": "preferences"}
 _FRONT |= {"hnsw_steps": "retrieval"}
+_FRONT |= {"lora_rank": "finetune"}
 _FRONT |= {"next_token": "sampling"}
 
 __all__ = list(_FRONT)
