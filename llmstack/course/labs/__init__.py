@@ -13,6 +13,7 @@ labs.token_budget()                       chapter 1: which patches of a picture 
 labs.routing()                            chapter 1: load, drops and balance loss of each router on the same tokens
 labs.optimizer_surface()                  chapter 2: the way of an optimizer down a valley
 labs.schedules()                          chapter 2: five learning-rate schedules
+labs.loss_scaling()                       chapter 2: which gradients a format holds, and what a loss scale does for them
 labs.next_token()                         chapter 2: what temperature, top-k, top-p and min-p leave of a next token
 labs.lora_rank()                          chapter 2: how much of an update two thin matrices can hold
 labs.kl_coefficient()                     chapter 2: reward, what it stands for, and drift, at six prices of drift
@@ -28,6 +29,7 @@ _FRONT |= {"attention_patterns": "patterns", "state_memory": "states", "state_co
 _FRONT |= {"routing": "experts"}
 _FRONT |= {"optimizer_surface": "training", "schedules": "training"}
 _FRONT |= {"kl_coefficient": "preferences", "clip_range": "preferences"}
+_FRONT |= {"loss_scaling": "pretraining"}
 _FRONT |= {"hnsw_steps": "retrieval"}
 _FRONT |= {"lora_rank": "finetune"}
 _FRONT |= {"next_token": "sampling"}
