@@ -22,18 +22,13 @@ def qlora_of_65b() -> Computed:
     everything = count(one) + (config.n_layers - 1) * count(one.blocks[0])
     weights = sum(s.numel() for s in shapes)
     thin = 64 * sum(sum(s) for s in shapes)
-    parts = {
-        "NF4 with double quantisation": sum(stored_bits(s.numel(), 4, 64) for s in shapes) / 8,
-        "embeddings in bf16": 2 * (everything - weights),
-        "A and B": 2 * thin,
-        "their gradients": 2 * thin,
-        "Adam's moments in fp32": 8 * thin,
-    }
+    base = sum(stored_bits(shape.numel(), 4, 64) for shape in shapes) / 8
+    parts = {"NF4 with double quantisation": base, "embeddings in bf16": 2 * (everything - weights)}
+    parts |= {"A and B": 2 * thin, "their gradients": 2 * thin, "Adam's moments in fp32": 8 * thin}
     qlora, full = sum(parts.values()) / 1e9, 12 * everything / 1e9
     shown = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-    return Computed(
-        [round(qlora, 2), round(full, 1)], "GB, QLoRA and 16-bit", f"{shown}; in 16 bits 2 + 2 + 8 bytes each"
-    )
+    says = f"{shown}; in 16 bits 2 + 2 + 8 bytes a parameter"
+    return Computed([round(qlora, 2), round(full, 1)], "GB, QLoRA and 16-bit", says)
 
 
 def bits_of_nf4() -> Computed:
