@@ -1,7 +1,5 @@
 """Labs of chapter 2: how far a policy may drift for a reward, and what PPO's clip takes away."""
 
-from itertools import cycle
-
 import torch
 
 from llmstack import facts
@@ -24,9 +22,10 @@ def kl_coefficient() -> Lab:
             curves, steps, marks=False, xlabel="step", ylabel="reward, and colours", title=f"β = {beta}", ax=left
         )
         left.set(ylim=(-0.3, 3))
-        for (label, key), marker in zip({"reader": "last_gold", "reward model": "last_reward"}.items(), cycle("os")):
+        looks = zip(("last_gold", "last_reward"), ("reader", "reward model"), "os", plots.COLOURS)
+        for key, label, marker, colour in looks:
             points = [(r["last_kl"], r[key]) for r in runs[seed].values()]
-            right.plot(*zip(*points), marker, label=label, markersize=6)
+            right.plot(*zip(*points), marker, label=label, markersize=6, color=colour)
             right.plot(run["last_kl"], run[key], marker, markersize=14, fillstyle="none", color="black")
         right.set(xlabel="KL to the tuned model, nats an answer", ylim=(-0.3, 3), title="all six, after 60 steps")
         right.legend(frameon=False)
@@ -34,7 +33,7 @@ def kl_coefficient() -> Lab:
         says += f"{run['last_reward']:.1f}, the reader counts {run['last_gold']:.1f} colours. Asked about a cat: "
         return fig, says + run["says"]
 
-    return lab(draw, "How far may it drift?", beta=stored["coefficients"][::-1], seed=list(runs))
+    return lab(draw, "How far it may drift", beta=stored["coefficients"][::-1], seed=list(runs))
 
 
 def clip_range() -> Lab:
