@@ -1,13 +1,14 @@
 """What each method of fine-tuning learns of a new domain and forgets of the old ones: writes sweep.json.
 
-    python data/finetune/sweep.py            all runs, half an hour of one core; those that are there already stay
+    python data/finetune/sweep.py            all runs, ten minutes of one core; those that are there already stay
     python data/finetune/sweep.py lora-4     one run, made again
 
 llama-2m has read Shakespeare, the King James Bible, Python's manual and Python source. The new domain is C++: the
 headers c10/ that PyTorch's wheel carries, one in eight held out by a checksum of its name. Every run sees the same
-batches with a rate that is level after a warm-up and falls to zero over the second half; the peak rate was chosen by
-the new domain's held-out loss among rates a factor of two or three apart (the chosen one is stored). Losses are nats a
-token, on 24 windows of 256 tokens of held-out headers and on as many of the four old sources' held-out documents.
+batches with a rate that is level after a warm-up and falls to zero over the second half. Peak rates come from runs of
+100 steps at two or three rates (full, lora-4, lora-64, adapter, fish, pafi, prompt-16), by the new domain's loss; the
+others follow their neighbours. Losses are nats a token, on 24 windows of 256 tokens of held-out headers and on as many
+of the four old sources' held-out documents.
 """
 
 from __future__ import annotations
