@@ -1,6 +1,7 @@
 """Preferences and policy gradients: each formula against another way to compute it, and a short run of the whole."""
 
 import copy
+import importlib.util
 import random
 
 import numpy as np
@@ -343,3 +344,19 @@ def test_the_stored_runs_hold_what_the_lesson_says():
         assert free["last_reward"] > steered["reward"][0] + 0.8 and free["last_gold"] < 1.0 < steered["last_gold"]
         assert run["dpo"]["accuracy"][0] == 0.5 and run["dpo"]["accuracy"][-1] > 0.85
         assert run["grpo_rule"]["last_gold"] > run["sft_gold"] + 1.2
+
+
+def test_the_stored_runs_come_from_their_script(speaker):
+    """The first steps of seed 0 again: its pairs, its reward model, and PPO as far as step 3."""
+    path = facts.data_path() / "preferences" / "train.py"
+    script = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("train_preferences", path))
+    spec.loader.exec_module(script)
+    stored = facts.table("preferences/results")["run"][0]
+    train, test = pairs(speaker, 2000, 1), pairs(speaker, 1000, 2)
+    assert train["ids"].shape[1] == pytest.approx(stored["pairs"], abs=10)
+    model = script.judge(speaker, train, seed=0)
+    rewards = model(test["ids"].flatten(0, 1), test["padding"].flatten(0, 1)).unflatten(0, (2, -1))
+    assert accuracy(rewards) == pytest.approx(stored["accuracy"], abs=0.015)
+    found = script.curve(script.ppo(speaker, model, AdaptiveKL(0.2, 4.0, 640)), model, prompts(64), 0, steps=4)
+    for name in ("reward", "gold", "kl"):  # answers drawn on another machine may differ in a few words
+        assert found[name] == pytest.approx(stored["adaptive"][name][:2], abs=0.4), name
