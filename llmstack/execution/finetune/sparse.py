@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import count, islice
 from math import log
 
 import torch
@@ -55,8 +55,7 @@ class Gates(nn.Module):
 
     def gates(self) -> Tensor:
         noise = torch.rand_like(self.delta).clamp(1e-6, 1 - 1e-6).logit() if self.training else 0.0
-        s = torch.sigmoid((self.start + self.speed * self.move + noise) / BETA)
-        return (s * (HIGH - LOW) + LOW).clamp(0, 1)
+        return (torch.sigmoid((self.start + self.speed * self.move + noise) / BETA) * (HIGH - LOW) + LOW).clamp(0, 1)
 
     def open(self) -> Tensor:
         """P(z ≠ 0) of each weight."""
@@ -85,12 +84,12 @@ class Sparse(Tuned):
             at.copy_(state[name])
 
 
-def attach(model: nn.Module, added: dict[str, nn.Module], after_backward: Callable[[], None] | None = None) -> Sparse:
+def attach(model: nn.Module, added: dict[str, nn.Module]) -> Sparse:
     """The model with W + δ in the place of each named linear's W, and all else frozen."""
     freeze(model)
     for name, module in added.items():
         parametrize.register_parametrization(model.get_submodule(name), "weight", module)
-    return Sparse(model, merge=partial(detach, model, added), after_backward=after_backward, added=added)
+    return Sparse(model, merge=lambda: detach(model, added), added=added)
 
 
 def detach(model: nn.Module, added: Mapping[str, nn.Module], keep: bool = True) -> nn.Module:
@@ -122,15 +121,14 @@ def pafi(model: nn.Module, share: float = 0.005, targets: str | Sequence[str] = 
 
 def fisher(model: nn.Module, data: Callable, samples: int = 64, targets="all", loss=next_token) -> dict[str, Tensor]:
     """Mean over `samples` rows of data(0), data(1), … of the squared gradient of the row's log-probability."""
-    chosen, seen, step = weights(model, targets), 0, 0
+    chosen = weights(model, targets)
     mean = {name: torch.zeros_like(w.requires_grad_()) for name, w in chosen.items()}
-    while seen < samples:
-        batch, step = data(step), step + 1
-        for row in range(min(len(batch["ids"]), samples - seen)):
-            nats, _ = loss(model, {key: value[row : row + 1] for key, value in batch.items()})
-            for total, g in zip(mean.values(), torch.autograd.grad(nats, list(chosen.values()))):
-                total += g * g / samples
-            seen += 1
+    rows = (
+        {k: v[i : i + 1] for k, v in batch.items()} for batch in map(data, count()) for i in range(len(batch["ids"]))
+    )
+    for row in islice(rows, samples):
+        for total, g in zip(mean.values(), torch.autograd.grad(loss(model, row)[0], list(chosen.values()))):
+            total += g * g / samples
     return mean
 
 
