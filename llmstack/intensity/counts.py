@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from llmstack.config import RECOMPUTE, ModelConfig
-from llmstack.intensity.operations import Op, operations
+from llmstack.intensity.operations import Op, forward_ops
 
 PHASES = ("forward", "prefill", "decode", "generate", "backward", "train")
 ENDS = ("head", "final norm")
@@ -120,7 +120,7 @@ def terms(
     ValueError.
     """
     _check(config, batch, tokens, phase, context, source, recompute)
-    run = lambda *span: operations(config, *span, source, convention.allowed)
+    run = lambda *span: forward_ops(config, *span, source, convention.allowed)
     if phase == "decode":
         return [_forward(op, config, convention) for op in run(batch, 1, tokens - 1)]
     if phase == "generate":

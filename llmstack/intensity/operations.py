@@ -1,6 +1,6 @@
 """The forward pass of any model as a list of operations, each with the values that it reads, makes and holds.
 
-    operations(config, batch, tokens, context) -> [Op, …]
+    forward_ops(config, batch, tokens, context) -> [Op, …]
 
 A matmul is described by its outputs and the length of the inner product of each, everything else by its outputs alone.
 Every operand is read once and every result written once; `counts` turns values into bytes and operations.
@@ -35,7 +35,7 @@ class Op:
     on_chip: float = 0.0
 
 
-def operations(
+def forward_ops(
     c: ModelConfig, batch: int, tokens: int, context: float = 0, source: int = 0, allowed: bool = False
 ) -> list[Op]:
     """The Ops of a pass over `tokens` new tokens in each of `batch` sequences, after `context` cached ones.
