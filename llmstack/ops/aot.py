@@ -73,8 +73,8 @@ def compile_all(
     return [Record(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def compile_one(build, target: str) -> Record:
-    """One entry for one target; only in a process without the interpreter."""
+def compile_kernel(build, target: str):
+    """Triton's compiled kernel, with its assembly in `.asm`; only in a process without the interpreter."""
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -86,15 +86,21 @@ def compile_one(build, target: str) -> Record:
     signature = {n: "constexpr" if n in constants else next(types) for n in fn.arg_names}
     aligned = lambda t: t.startswith("*") or t in ("i32", "i64")
     attrs = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if aligned(t)}
-    backend, arch, warp, _ = TARGETS[target]
-    kernel = triton_compile(
+    return triton_compile(
         ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attrs),
-        target=GPUTarget(backend, arch, warp),
+        target=GPUTarget(*TARGETS[target][:3]),
         options={"num_warps": build.num_warps, "num_stages": build.num_stages},
     )
+
+
+def compile_one(build, target: str) -> Record:
+    """One entry for one target, and what it uses."""
+    kernel, fn, constants = compile_kernel(build, target), build.kernel, build.constants
+    while not hasattr(fn, "arg_names"):
+        fn = fn.fn
     settings = ",".join(f"{k}={v}" for k, v in constants.items())
     name = f"{fn.fn.__module__.rpartition('.')[2]}.{fn.fn.__name__}[{settings};{build.types.split()[0][1:]}]"
-    registers, spilled = _cuda_usage(kernel) if backend == "cuda" else _amd_usage(kernel)
+    registers, spilled = _cuda_usage(kernel) if TARGETS[target][0] == "cuda" else _amd_usage(kernel)
     return Record(name, target, registers, spilled, kernel.metadata.shared)
 
 
