@@ -19,6 +19,8 @@ labs.lora_rank()                          chapter 2: how much of an update two t
 labs.kl_coefficient()                     chapter 2: reward, what it stands for, and drift, at six prices of drift
 labs.clip_range()                         chapter 2: PPO's objective of a token against its ratio
 labs.hnsw_steps()                         chapter 2: a search through layers of a graph, step by step
+labs.intensity()                          chapter 3: operations a byte of a block's parts, along one dial
+labs.under_the_roof()                     chapter 3: a model's parts under the roof of an accelerator
 """
 
 from importlib import import_module
@@ -33,6 +35,7 @@ _FRONT |= {"loss_scaling": "pretraining"}
 _FRONT |= {"hnsw_steps": "retrieval"}
 _FRONT |= {"lora_rank": "finetune"}
 _FRONT |= {"next_token": "sampling"}
+_FRONT |= {"intensity": "counting", "under_the_roof": "counting"}
 
 __all__ = list(_FRONT)
 
