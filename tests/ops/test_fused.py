@@ -120,9 +120,10 @@ def test_narrow_inputs_are_summed_in_fp32_and_the_norm_is_that_of_the_stored_sum
     x, r, g = randn(4, 4096).half(), (200 * randn(4, 4096, seed=1)).half(), randn(4096, seed=2).half()
     want = x + r, rmsnorm.rmsnorm_torch(x + r, g)
     for impl in set(fused.ADD_NORM) - {"numpy"}:
-        s, y = fused.ADD_NORM[impl](x, r, g)
+        s, y = (t.cpu() for t in fused.ADD_NORM[impl](*(t.to(NATIVE) for t in (x, r, g))))
         assert s.dtype == y.dtype == torch.float16 and torch.equal(s, want[0])
         torch.testing.assert_close(y, want[1], rtol=1e-3, atol=1e-3)
+        assert torch.equal(y, run(rmsnorm.IMPLS[impl], impl, s, g)[0])
     x, w, targets = words((50, 64), 3000)
     exact = LOSS(x.half().double(), w.half().double(), targets)
     got = fused.linear_cross_entropy_torch(x.half().requires_grad_(), w.half(), targets, -1)
