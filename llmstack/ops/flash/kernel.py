@@ -1,0 +1,199 @@
+"""The forward kernel of FlashAttention-2, and what forward and backward kernels share.
+
+A program takes ROWS queries of one head and walks over the keys that they may see, KEYS at a time, with the running
+maximum and sum of the online softmax. It reads its queries once and writes out and the log-sum-exp once; no score
+leaves the chip. For one head, in bytes, b for a value of q and 4 for a log-sum-exp:
+
+    b (2 T Dh + 2 S Dh ⌈T/ROWS⌉) + 4 T        half of the second term where causal; a bias adds its T S values
+
+Scores are kept in units of log₂, as a GPU has exp2 but no exp. Offsets are in rows of Dh values, so that one set of
+three strides serves q, out, dq, and the log-sum-exp alike.
+"""
+
+import torch
+
+from llmstack.ops._triton import INTERPRETED, Build, tl, triton
+
+
+@triton.jit
+def _begin(cu_ptr, heads, T, S, sqb, sqt, skb, skt):
+    """A program's sequence and head, where the sequence begins in q and in k, and its lengths (packed with cu_ptr)."""
+    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    q_row, k_row = b * sqb, b * skb
+    if cu_ptr is not None:
+        start = tl.load(cu_ptr + b).to(tl.int64)
+        T = (tl.load(cu_ptr + b + 1).to(tl.int64) - start).to(tl.int32)
+        S, q_row, k_row = T, start * sqt, start * skt
+    return b, h, q_row, k_row, T, S
+
+
+@triton.jit
+def _load(ptr, base, row, stride, length, Dh, COLS: tl.constexpr):
+    """Rows of Dh values as [rows, COLS], zeros beyond the length and the width."""
+    col = tl.arange(0, COLS)[None, :]  # [1, COLS]
+    at = (base + row.to(tl.int64) * stride)[:, None] * Dh + col
+    return tl.load(ptr + at, mask=(row < length)[:, None] & (col < Dh), other=0.0)
+
+
+@triton.jit
+def _store(ptr, base, row, stride, length, Dh, tile, COLS: tl.constexpr):
+    col = tl.arange(0, COLS)[None, :]  # [1, COLS]
+    at = (base + row.to(tl.int64) * stride)[:, None] * Dh + col
+    tl.store(ptr + at, tile.to(ptr.dtype.element_ty), mask=(row < length)[:, None] & (col < Dh))
+
+
+@triton.jit
+def _key_range(first, T, S, window, CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """The keys that ROWS queries from the first on may see, from a multiple of KEYS."""
+    low, high = 0, S
+    if CAUSAL:
+        low = tl.maximum(first + (S - T) - window + 1, 0) // KEYS * KEYS
+        high = tl.minimum(first + ROWS + (S - T), S)
+    return low, high
+
+
+@triton.jit
+def _scores(x, y, row, key, b, h, T, S, scale, bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL: tl.constexpr):
+    """x yᵀ as scores in log₂, −∞ where row may not see key: [ROWS, KEYS], or its transpose by the shapes given."""
+    s = tl.dot(x, tl.trans(y), input_precision="ieee") * (scale * 1.4426950408889634)
+    away = row + (S - T) - key
+    seen = (row < T) & (key < S)
+    if CAUSAL:
+        seen = seen & (away >= 0) & (away < window)
+    if bias_ptr is not None:
+        at = b * sbb + h * sbh + row.to(tl.int64) * sbt + key.to(tl.int64) * sbs
+        s += tl.load(bias_ptr + at, mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634
+    if alibi_ptr is not None:
+        s -= tl.load(alibi_ptr + h) * 1.4426950408889634 * tl.abs(away)
+    return tl.where(seen, s, -float("inf"))
+
+
+@triton.jit
+def _flash_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, cu_ptr, out_ptr, lse_ptr, T, S, H, G, Dh, window, scale,
+    sqb, sqh, sqt, skb, skh, skt, sbb, sbh, sbt, sbs,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A program takes ROWS queries of a head."""
+    b, h, q_row, k_row, T, S = _begin(cu_ptr, H, T, S, sqb, sqt, skb, skt)
+    first = tl.program_id(0) * ROWS
+    if first >= T:
+        return
+    q_row, k_row = q_row + h * sqh, k_row + h // G * skh
+    row = first + tl.arange(0, ROWS)  # [ROWS]
+    q = _load(q_ptr, q_row, row, sqt, T, Dh, COLS)  # [ROWS, COLS]
+    m = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    low, high = _key_range(first, T, S, window, CAUSAL, ROWS, KEYS)
+    for start in range(low, high, KEYS):
+        key = start + tl.arange(0, KEYS)  # [KEYS]
+        k = _load(k_ptr, k_row, key, skt, S, Dh, COLS)  # [KEYS, COLS]
+        s = _scores(q, k, row[:, None], key[None, :], b, h, T, S, scale,
+                    bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL)  # fmt: skip
+        new = tl.maximum(m, tl.max(s, axis=1))
+        shift = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen no key yet stays at −∞
+        p = tl.exp2(s - shift[:, None])  # [ROWS, KEYS]
+        shrink = tl.exp2(m - shift)
+        v = _load(v_ptr, k_row, key, skt, S, Dh, COLS)
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        m = new
+    served = tl.where(total == 0.0, 1.0, total)
+    _store(out_ptr, q_row, row, sqt, T, Dh, acc / served[:, None], COLS)
+    tl.store(lse_ptr + q_row + row.to(tl.int64) * sqt, (m + tl.log2(served)) * 0.6931471805599453, mask=row < T)
+
+
+class Call:
+    """Checked tensors and what every kernel takes alike. cu, longest: where packed sequences begin [B + 1], and T."""
+
+    def __init__(self, q, k, v, bias=None, causal=False, window=0, alibi=None, scale=None, cu=None, longest=0):
+        _check(q, k, v, bias, causal, window, alibi, packed=cu is not None)
+        if INTERPRETED and q.dtype == torch.bfloat16:  # whose arithmetic the interpreter gets wrong
+            q, k, v = q.float(), k.float(), v.float()
+        self.q, self.k = _dense(q), _dense(k)
+        self.v, self.cu, self.causal, self.Dh = like(v, self.k), cu, causal, q.shape[-1]
+        heads = lambda x: x if cu is None else x.transpose(0, 1)[None]  # [N, H, Dh] as [1, H, N, Dh]
+        (B, self.H, T, _), (_, self.K, S, _) = heads(q).shape, heads(k).shape
+        self.B, self.T, self.S = (B, T, S) if cu is None else (len(cu) - 1, longest, longest)
+        self.bias = None if bias is None else bias.expand(B, self.H, T, S)
+        self.alibi = None if alibi is None else alibi.float().contiguous()
+        strides = [s // self.Dh for x in (self.q, self.k) for s in heads(x).stride()[:3]]
+        scale, window = self.Dh**-0.5 if scale is None else scale, window or self.T + self.S
+        self.sizes = self.T, self.S, self.H, self.H // self.K, self.Dh, window, scale, *strides
+        self.sizes += (0,) * 4 if bias is None else self.bias.stride()
+
+    def stat(self) -> torch.Tensor:
+        """A number in fp32 for each row of q, laid out as its rows are."""
+        strides = [s // self.Dh for s in self.q.stride()[:-1]]
+        return torch.empty_strided(self.q.shape[:-1], strides, dtype=torch.float32, device=self.q.device)
+
+    def tiles(self, table: dict) -> dict:
+        COLS = max(16, triton.next_power_of_2(self.Dh))
+        tile = (128, 128, 4, 1) if INTERPRETED else table[max(COLS, 64), self.q.dtype.itemsize]
+        return dict(zip(("ROWS", "KEYS", "num_warps", "num_stages"), tile)) | {"COLS": COLS}
+
+
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """out like q, and the log-sum-exp of each row, −∞ where a query may see no key."""
+    out, lse, tiles = torch.empty_like(call.q), call.stat(), call.tiles(TILES)
+    if out.numel() and call.T:
+        tensors = call.q, call.k, call.v, call.bias, call.alibi, call.cu, out, lse
+        grid = triton.cdiv(call.T, tiles["ROWS"]), call.B * call.H
+        _flash_kernel[grid](*tensors, *call.sizes, CAUSAL=call.causal, **tiles)
+    return out, lse
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x itself where its values lie without gaps and the last axis is innermost, in any order of the others."""
+    return x if x.stride(-1) == 1 and torch.empty_like(x).stride() == x.stride() else x.contiguous()
+
+
+def like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """x with the strides of the other."""
+    return x if x.stride() == other.stride() else torch.empty_like(other).copy_(x)
+
+
+def _check(q, k, v, bias, causal, window, alibi, packed):
+    fits = q.ndim == k.ndim == 4 - packed and k.shape == v.shape and q.shape[-1] == k.shape[-1]
+    if not (fits and q.shape[0] == k.shape[0] and k.shape[1] and q.shape[1] % k.shape[1] == 0):
+        what = "[N, H, Dh], k and v [N, K, Dh]" if packed else "[B, H, T, Dh], k and v [B, K, S, Dh]"
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q is {what}, and H divides by K: got {shapes}")
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not 0 < q.shape[-1] <= 256:
+        got = f"{q.dtype}, {k.dtype}, {v.dtype}, {q.shape[-1]}"
+        raise TypeError(f"the kernel takes fp32, fp16 or bf16 heads of up to 256, got {got}; use flash_torch")
+    if window < 0 or window and not causal:
+        raise ValueError(f"window = {window} counts the last keys of a causal query: 0 or more, with causal=True")
+    if bias is not None and not bias.is_floating_point():
+        raise TypeError(f"bias is added to scores, got {bias.dtype}: give a mask as 0 where allowed and −inf elsewhere")
+    if alibi is not None and (alibi.shape != q.shape[1:2] or alibi.requires_grad):
+        raise ValueError(
+            f"alibi is a constant slope for each of {q.shape[1]} heads, got {list(alibi.shape)}: detach it"
+        )
+
+
+def builds(kernel, outputs: str, table: dict) -> list[Build]:
+    """Causal at every width and dtype of a table, and once with all options. T is q's type, ? that of an option."""
+    options = ["bias_ptr", "alibi_ptr", "cu_ptr", *["dbias_ptr"] * ("?" in outputs)]
+
+    def build(width: int, size: int, bare: bool = True) -> Build:
+        rows, keys, warps, stages = table[width, size]
+        pointers = f"T T T {outputs}".replace("?", "") if bare else f"T T T T *fp32 *i32 {outputs}".replace("?", "T")
+        types = f"{pointers} {'i32 ' * 6} fp32 {'i32 ' * 10}".replace("T", {2: "*bf16", 4: "*fp32"}[size])
+        constants = dict.fromkeys(options if bare else ()) | dict(CAUSAL=True, ROWS=rows, KEYS=keys, COLS=width)
+        return Build(kernel, types, constants, warps, stages)
+
+    return [*(build(*key) for key in table), build(64, 2, bare=False)]
+
+
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+TILES = {  # (width of a head at least, bytes of a value): ROWS, KEYS, warps, stages
+    (64, 2): (128, 64, 8, 2),
+    (128, 2): (128, 64, 8, 2),
+    (256, 2): (64, 32, 8, 2),
+    (64, 4): (64, 32, 4, 2),
+    (128, 4): (32, 32, 8, 1),
+    (256, 4): (32, 16, 8, 1),
+}
+AOT = builds(_flash_kernel, "T *fp32", TILES)
