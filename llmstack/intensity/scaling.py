@@ -4,6 +4,7 @@
     isoflop(N, C, loss)           at each budget the N of a parabola's bottom, then N* ∝ C^a    Hoffmann's approach 2
     envelope(N, C, loss)          at each budget the N of the lowest curve, then N* ∝ C^a       Hoffmann's approach 1
     parametric(N, D, loss)        L = E + A/N^α + B/D^β                                         Hoffmann's approach 3
+    spread(fit, N, C, loss)       the same fit on 100 choices of four points in five: its error bar
     routed(N, E, loss)            log L = a log N + b log Ê + c log N log Ê + d, base 10        Clark et al. 2022
 
 From the third law follows what a budget is best spent on: minimising E + A/N^α + B/D^β under 6 N D = C gives
@@ -16,7 +17,7 @@ arXiv:2202.01169, sections 4 and 5. Losses are nats a token (or a byte).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -65,6 +66,11 @@ class Law:
         G = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
         return G * (C / 6) ** a, (C / 6) ** b / G
 
+    def tokens(self, loss: float, N):
+        """The D that brings N parameters down to `loss`; infinite where N is too small for it whatever it reads."""
+        left = loss - self.E - self.A / np.asarray(N, float) ** self.alpha
+        return np.where(left > 0, (self.B / np.where(left > 0, left, 1.0)) ** (1 / self.beta), np.inf)
+
 
 def power_law(x: Points, y: Points) -> Power:
     """The line through (log x, log y). Raises ValueError on fewer than three points or values that are not positive."""
@@ -88,38 +94,51 @@ def isoflop(N: Points, C: Points, loss: Points) -> tuple[list[tuple[float, float
     bottoms = []
     for budget in np.unique(C):
         here = C == budget
-        if here.sum() < 3:
+        if len(np.unique(N[here])) < 3:
             continue
         curve, slope, level = np.polyfit(np.log(N[here]), loss[here], 2)
-        at = -slope / (2 * curve)
-        if curve > 0 and np.log(N[here]).min() < at < np.log(N[here]).max():
+        at = -slope / (2 * curve) if curve > 0 else np.inf
+        if np.log(N[here]).min() < at < np.log(N[here]).max():
             bottoms.append((float(budget), float(np.exp(at)), float(level - slope**2 / (4 * curve))))
     if len(bottoms) < 3:
         raise ValueError(f"{len(bottoms)} budgets have a lowest loss between their sizes; a line needs 3: add sizes")
     return bottoms, power_law(*zip(*[(budget, best) for budget, best, _ in bottoms]))
 
 
-def envelope(N: Points, C: Points, loss: Points) -> tuple[list[tuple[float, float, float]], Power]:
-    """Approach 1. N, C and loss are of points along training curves, of any budget: at each of 24 budgets the lowest
-    curve, interpolated in log C, says which size was best. Returns (budget, N, loss) and the line N over C."""
+def envelope(
+    N: Points, C: Points, loss: Points, run: Sequence | None = None
+) -> tuple[list[tuple[float, float, float]], Power]:
+    """Approach 1. N, C and loss are of points along training curves; `run` says to which curve a point belongs (by
+    default each size is one curve). At each of 24 budgets the lowest curve, interpolated in log C, says which size was
+    best. As with `isoflop` a budget counts only if a smaller and a larger size were worse: a best that is the smallest
+    there is says that the optimum lies beyond. Returns (budget, N, loss) and the line N over C.
+
+    Raises ValueError when fewer than three budgets are left.
+    """
     N, C, loss = _positive(N=N, C=C, loss=loss)
-    curves = {n: tuple(v[N == n][np.argsort(C[N == n])] for v in (C, loss)) for n in np.unique(N)}
+    run = N if run is None else np.asarray(run)
+    each = [np.flatnonzero(run == r) for r in np.unique(run)]
+    curves = [(N[i[0]], *(v[i[np.argsort(C[i])]] for v in (C, loss))) for i in each]
     found = []
     for budget in np.geomspace(C.min(), C.max(), 26)[1:-1]:
         here = [
-            (float(np.interp(np.log(budget), np.log(c), y)), float(n))
-            for n, (c, y) in curves.items()
-            if c[0] <= budget <= c[-1]
+            (float(np.interp(np.log(budget), np.log(c), y)), float(n)) for n, c, y in curves if c[0] <= budget <= c[-1]
         ]
-        if len(here) > 1:
-            best, n = min(here)
+        sizes = [n for _, n in here]
+        best, n = min(here, default=(0.0, 0.0))
+        if here and min(sizes) < n < max(sizes):
             found.append((float(budget), n, best))
+    if len(found) < 3:
+        raise ValueError(f"{len(found)} budgets have a best size between smaller and larger ones; a line needs 3")
     return found, power_law([b for b, *_ in found], [n for _, n, _ in found])
 
 
-def parametric(N: Points, D: Points, loss: Points, delta: float = 1e-3) -> Law:
+def parametric(N: Points, D: Points, loss: Points, delta: float = 1e-3, near: Law | None = None) -> Law:
     """Approach 3: least Huber loss of the logarithms, by L-BFGS from a grid of starts, as the paper does (its grid is
-    finer). Raises ValueError on fewer than five points, as many as there are unknowns."""
+    finer), or from the one start `near`, to fit again what was changed a little.
+
+    Raises ValueError on fewer than five points, as many as there are unknowns.
+    """
     N, D, loss = _positive(N=N, D=D, loss=loss, least=5)
     logs = np.log(N), np.log(D), np.log(loss)
 
@@ -133,9 +152,24 @@ def parametric(N: Points, D: Points, loss: Points, delta: float = 1e-3) -> Law:
         return float((pull * (miss - pull / 2)).sum()), np.array([(pull * s).sum() for s in slopes])
 
     grid = product((0, 5, 10), (0, 5, 10), (-1, 1), (0.3, 0.8), (0.3, 0.8))
+    if near:
+        grid = [(*np.log([near.A, near.B, near.E]), near.alpha, near.beta)]
     how = dict(jac=True, method="L-BFGS-B", options=dict(maxiter=500, ftol=1e-13, gtol=1e-9))
     a, b, e, alpha, beta = min((minimize(huber, start, **how) for start in grid), key=lambda fit: fit.fun).x
     return Law(float(np.exp(e)), float(np.exp(a)), float(np.exp(b)), float(alpha), float(beta))
+
+
+def spread(fit: Callable, *columns: Points, share: float = 0.8, times: int = 100, seed: int = 0) -> list:
+    """What `fit(*columns)` gives on `times` random choices of a share of the points: how far a result hangs on a few of
+    them (Hoffmann et al., Table 2, take the 10th and the 90th percentile). Choices that `fit` refuses are left out."""
+    columns, rng, found = [np.asarray(c) for c in columns], np.random.default_rng(seed), []
+    for _ in range(times):
+        chosen = rng.choice(len(columns[0]), round(share * len(columns[0])), replace=False)
+        try:
+            found.append(fit(*(c[chosen] for c in columns)))
+        except ValueError:
+            continue
+    return found
 
 
 def kaplan(N: float = np.inf, D: float = np.inf) -> float:
