@@ -20,21 +20,18 @@ accepts less and fills up to that: an 8 × 64 tile of Y takes twice the mma.sync
 Tiles are powers of two: M ≤ 8 becomes 8, 9 … 16 becomes 16, up to 64, then in passes of 64; 1 − M / padded is waste.
 num_stages > 1 loads the next strips while these are multiplied (cp.async; hardware/buffers.py has the time).
 `choose` is the paper's heuristic: for each (N, K) two numbers M1, M2; gemv below M1, flat below M2, the tiled product
-from M2 on. They come from a profile (`inflections`), measured or modelled (`seconds`).
+from M2 on. They come from a profile (`inflections`), measured or modelled (hardware/buffers.py).
 """
-
-from functools import cache
 
 import numpy as np
 import torch
 
-from llmstack.facts import accelerator
 from llmstack.ops._triton import INTERPRETED, Build, available, tl, triton
 from llmstack.ops.glu import swiglu_np, swiglu_torch
 
 GROUP = 8
 KINDS = ("gemv", "flat", "gemm")
-PROFILED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # rows M of a modelled profile
+ONE_PASS = (2, 65)  # M1, M2 where each kernel reads w once: gemv for a row, flat for 64
 
 
 def matmul_np(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -170,7 +167,7 @@ def ffn_triton(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torc
 def flat_gemm_triton(x: torch.Tensor, w: torch.Tensor, pad: int = 8) -> torch.Tensor:
     """x [M, K] wᵀ, w [N, K], M filled to pad (a power of two) or the next power of two, at most 64 a pass."""
     tile = (128, padded(len(x), pad) if len(x) <= 64 else 64, 128)
-    return _launch(w, x.T, None, tile if INTERPRETED else (64, tile[1], 128)).T
+    return _launch(w, x.T, None, tile if INTERPRETED else (64, tile[1], 256 // x.element_size())).T
 
 
 def gemv_triton(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -197,18 +194,6 @@ def padded(M: int, to: int = 8) -> int:
     return max(to, 1 << (M - 1).bit_length()) if M <= 64 else -(-M // 64) * 64
 
 
-def seconds(kind: str, M: int, N: int, K: int, device: str = "a100-sxm-80gb", value_bytes: int = 2, pad: int = 8):
-    """max(operations / peak, bytes / bandwidth) of a kind, filled rows counted. A cache answers all but first reads.
-
-    gemv runs once a row, flat reads the weight once for 64 rows, gemm (128 rows a tile, grouped) once.
-    """
-    rows = {"gemv": M, "flat": padded(M, pad), "gemm": -(-M // 128) * 128}[kind]
-    passes = {"gemv": M, "flat": -(-M // 64), "gemm": 1}[kind]
-    moved = value_bytes * (passes * N * K + M * K + M * N)
-    chip = accelerator(device)
-    return max(2 * rows * N * K / chip.peak(), moved / chip.bandwidth)
-
-
 def inflections(profile: dict[str, dict[int, float]]) -> tuple[int, int]:
     """M1, M2 with the least total time over a profile {kind: {M: seconds}}; the simpler kernel wins a tie.
 
@@ -222,14 +207,9 @@ def inflections(profile: dict[str, dict[int, float]]) -> tuple[int, int]:
     return min(((i, j) for i in cuts for j in cuts if i <= j), key=lambda c: (total(*c), -c[0], -c[1]))
 
 
-@cache
-def modelled(N: int, K: int, device: str = "a100-sxm-80gb") -> tuple[int, int]:
-    return inflections({kind: {M: seconds(kind, M, N, K, device) for M in PROFILED} for kind in KINDS})
-
-
 def choose(M: int, N: int, K: int, table: dict[tuple[int, int], tuple[int, int]] | None = None) -> str:
-    """gemv, flat or gemm for x [M, K] wᵀ, w [N, K]: looked up in {(N, K): (M1, M2)}, else as modelled on an A100."""
-    return _kind(M, *((table or {}).get((N, K)) or modelled(N, K)))
+    """gemv, flat or gemm for x [M, K] wᵀ, w [N, K]: looked up in {(N, K): (M1, M2)}, else as bytes of w alone say."""
+    return _kind(M, *(table or {}).get((N, K), ONE_PASS))
 
 
 def _kind(M: int, m1: int, m2: int) -> str:
