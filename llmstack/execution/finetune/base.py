@@ -31,28 +31,32 @@ METHODS = {  # name -> module.function(model, **settings) -> Tuned
 class Tuned:
     """A model prepared for tuning. `trainable`, by the model's own names, goes to the optimizer; left out, it is every
     parameter that requires a gradient. `merge()` undoes the preparation and keeps what was learned, where the method
-    can. `after_backward()` is for methods that change gradients; the Trainer calls it between backward and step."""
+    can. `after_backward()` is for methods that change gradients; the Trainer calls it between backward and step.
+    `fixed()` gives what was chosen rather than trained, by name: masks and places, without which the rest is of no
+    use."""
 
     model: nn.Module
     trainable: dict[str, nn.Parameter] = field(default_factory=dict)
     merge: Callable[[], nn.Module] | None = None
     after_backward: Callable[[], None] | None = None
+    fixed: Callable[[], dict[str, Tensor]] = dict
 
     def __post_init__(self):
         self.trainable = self.trainable or {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of what was trained, by name: as a safetensors file wants it."""
-        return {name: p.detach().clone().contiguous() for name, p in self.trainable.items()}
+        """A copy of what was trained or chosen, by name: as a safetensors file wants it."""
+        return {name: t.detach().clone().contiguous() for name, t in (self.trainable | self.fixed()).items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Put a `state()` back, in place. Raises ValueError when it has other names or shapes."""
-        mine, given = ({n: list(t.shape) for n, t in tensors.items()} for tensors in (self.trainable, state))
+        held = self.trainable | self.fixed()
+        mine, given = ({n: list(t.shape) for n, t in tensors.items()} for tensors in (held, state))
         if wrong := [f"{n}: {given.get(n)}, not {mine.get(n)}" for n in mine | given if mine.get(n) != given.get(n)]:
             raise ValueError(f"this state is of another method, model or setting: {', '.join(wrong[:3])}")
-        for name, p in self.trainable.items():
-            p.copy_(state[name])
+        for name, t in held.items():
+            t.copy_(state[name])
 
     @property
     def count(self) -> int:

@@ -42,11 +42,27 @@ class LoRA(nn.Module):
         """ΔW [out, in]."""
         return self.scale * self.b @ self.a
 
+    def total(self) -> Tensor:
+        """W + ΔW [out, in]."""
+        return (self.base.weight if isinstance(self.base, nn.Linear) else self.base.dequantise()) + self.delta()
+
+    @torch.no_grad()
+    def merged(self) -> nn.Module:
+        """What stands here after training: a linear of W + ΔW."""
+        return dense(self.total(), self.base.bias)
+
+
+def dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear with these values."""
+    plain = nn.Linear(*weight.T.shape, bias is not None).to(weight)
+    plain.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+    return plain
+
 
 def attach(
-    model: nn.Module, r: int, alpha: float, targets: Targets, seed: int, base: Callable = lambda linear: linear
-) -> list[tuple[nn.Module, str, LoRA]]:
-    """Freeze the model and put LoRA in the place of the target linears: (parent, attribute, LoRA) of each.
+    model: nn.Module, r: int, alpha: float, targets: Targets, seed: int, base: Callable = lambda m: m, kind: type = LoRA
+) -> Tuned:
+    """Freeze the model and put a LoRA, or another `kind` of it, in the place of the target linears.
 
     `base` says what becomes of the linear itself. Raises ValueError when r is not a rank that every target can have.
     """
@@ -54,23 +70,20 @@ def attach(
         if r not in range(1, (most := min(module.weight.shape)) + 1):
             shape = "×".join(map(str, module.weight.shape))
             raise ValueError(f"r = {r!r}, but {name} is {shape}: a rank is a whole number from 1 to {most}")
+    rng = torch.Generator().manual_seed(seed)
+    made = [(parent, attribute, kind(base(module), r, alpha, rng)) for _, parent, attribute, module in found]
     freeze(model)
-    rng, placed = torch.Generator().manual_seed(seed), []
-    for _, parent, attribute, module in found:
-        placed.append((parent, attribute, LoRA(base(module), r, alpha, rng)))
-        setattr(*placed[-1])
-    return placed
+    for place in made:
+        setattr(*place)
+
+    def merge() -> nn.Module:
+        for parent, attribute, module in made:
+            setattr(parent, attribute, module.merged())
+        return model
+
+    return Tuned(model, merge=merge)
 
 
 def lora(model: nn.Module, r: int = 8, alpha: float = 16.0, targets: Targets = ("q", "v"), seed: int = 0) -> Tuned:
     """Train A and B of the targets (base.linears). `merge()` adds ΔW to each matrix and takes A and B away."""
-    placed = attach(model, r, alpha, targets, seed)
-
-    @torch.no_grad()
-    def merge() -> nn.Module:
-        for parent, attribute, module in placed:
-            module.base.weight += module.delta()
-            setattr(parent, attribute, module.base)
-        return model
-
-    return Tuned(model, merge=merge)
+    return attach(model, r, alpha, targets, seed)

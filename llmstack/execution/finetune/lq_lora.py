@@ -25,8 +25,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import Tensor, nn
 
 from llmstack.execution.finetune.base import Tuned, linears
-from llmstack.execution.finetune.lora import attach
-from llmstack.execution.finetune.quantised import unpack_
+from llmstack.execution.finetune.lora import LoRA, attach
 from llmstack.ops.packed import NFLinear
 
 CHOICES = tuple(product((2, 3, 4, 8), (16, 32, 64)))  # bits, block
@@ -100,7 +99,7 @@ def lq_lora(
     bits = np.array([[stored_bits(n, *c) for c in choices] for n in sizes])
     chosen = dict(zip(found, (choices[c] for c in allocate(errors, bits, budget * sum(sizes)))))
     parts = {m: decompose(m.weight, r, stored(m, c), rounds, found[m]) for m, c in chosen.items()}
-    placed = attach(model, r, r, targets, 0, base=lambda m: NFLinear(m, *chosen[m], weight=parts[m][0]))
-    for (_, _, module), (_, b, a, _) in zip(placed, parts.values()):
+    tuned = attach(model, r, r, targets, 0, lambda m: NFLinear(m, *chosen[m], weight=parts[m][0]))
+    for module, (_, b, a, _) in zip((m for m in model.modules() if isinstance(m, LoRA)), parts.values()):
         module.a.data, module.b.data = a.contiguous(), b.contiguous()
-    return Tuned(model, merge=lambda: unpack_(model, placed))
+    return tuned

@@ -16,14 +16,14 @@ left is an ordinary model with a smaller d_ff.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from llmstack.architectures.layers import FeedForward
-from llmstack.execution.finetune.base import Tuned, freeze
-from llmstack.execution.finetune.lora import LoRA
+from llmstack.execution.finetune.base import Tuned
+from llmstack.execution.finetune.lora import LoRA, attach, dense
 
 
 class MaskedLoRA(LoRA):
@@ -37,34 +37,11 @@ class MaskedLoRA(LoRA):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * self.columns) * self.rows
 
-    def total(self) -> Tensor:
-        """W + ΔW [out, in]."""
-        return self.base.weight + self.delta()
-
     @torch.no_grad()
-    def small(self) -> nn.Linear:
+    def merged(self) -> nn.Linear:
         """The layer without masks and adapter, [kept rows, kept columns]."""
-        plain = nn.Linear(int(self.columns.sum()), int(self.rows.sum()), self.base.bias is not None).to(self.a)
-        plain.weight.copy_(self.total()[self.rows][:, self.columns])
-        if plain.bias is not None:
-            plain.bias.copy_(self.base.bias[self.rows])
-        return plain
-
-
-class Pruned(Tuned):
-    """Its state has the masks as well: what was trained is of use only with them."""
-
-    def masks(self) -> dict[str, Tensor]:
-        return {name: b for name, b in self.model.named_buffers() if name.endswith((".rows", ".columns"))}
-
-    def state(self) -> dict[str, Tensor]:
-        return super().state() | {name: b.clone() for name, b in self.masks().items()}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        masks = self.masks()
-        super().load({name: t for name, t in state.items() if name not in masks})
-        for name, b in masks.items():
-            b.copy_(state[name])
+        bias = self.base.bias
+        return dense(self.total()[self.rows][:, self.columns], None if bias is None else bias[self.rows])
 
 
 def lora_importance(module: MaskedLoRA) -> Tensor:
@@ -91,7 +68,7 @@ def mask(ffn: FeedForward, scores: Tensor, kept: int) -> None:
         getattr(m, which).zero_()[best] = True
 
 
-def splora(model: nn.Module, r: int = 8, alpha: float = 16.0, keep: float = 0.5, seed: int = 0) -> Pruned:
+def splora(model: nn.Module, r: int = 8, alpha: float = 16.0, keep: float = 0.5, seed: int = 0) -> Tuned:
     """Keep that share of the channels, by magnitude, and tune the rest. `merge()` gives the small dense model."""
     ffns, kept, tuned = _prepare(model, r, alpha, keep, seed)
     for ffn in ffns:
@@ -101,7 +78,7 @@ def splora(model: nn.Module, r: int = 8, alpha: float = 16.0, keep: float = 0.5,
 
 def loraprune(
     model: nn.Module, r: int = 8, alpha=16.0, keep=0.5, rounds: int = 5, every: int = 10, momentum=0.9, seed: int = 0
-) -> Pruned:
+) -> Tuned:
     """Prune as it trains: after every `every` steps a share goes, `rounds` times. `merge()` gives the small model."""
     if min(rounds, every) < 1:
         raise ValueError(f"rounds = {rounds!r} and every = {every!r}, but both are at least 1")
@@ -121,26 +98,22 @@ def loraprune(
     return tuned
 
 
-def _prepare(model: nn.Module, r: int, alpha: float, keep: float, seed: int) -> tuple[list[FeedForward], int, Pruned]:
-    """MaskedLoRA in every FFN; the FFNs, how many channels stay in each, and the Pruned whose merge makes it small."""
+def _prepare(model: nn.Module, r: int, alpha: float, keep: float, seed: int) -> tuple[list[FeedForward], int, Tuned]:
+    """MaskedLoRA in every FFN; the FFNs, how many channels stay in each, and the Tuned whose merge makes it small."""
     ffns = [m for m in model.modules() if isinstance(m, FeedForward)]
     if not 0 < keep <= 1:
         raise ValueError(f"keep = {keep!r}, but the share of channels that stay is above 0 and at most 1")
     if not ffns or model.config.n_experts:
         raise ValueError("channels of plain feed-forward networks are pruned, and this model has experts or none")
-    freeze(model)
-    rng = torch.Generator().manual_seed(seed)
-
-    def replace(make: Callable[[nn.Module], nn.Module]) -> None:
-        for ffn in ffns:
-            for name in ("gate", "up", "down"):
-                if (module := getattr(ffn, name)) is not None:
-                    setattr(ffn, name, make(module))
+    names = [name for name in ("gate", "up", "down") if getattr(ffns[0], name) is not None]
+    tuned = attach(model, r, alpha, names, seed, kind=MaskedLoRA)
+    cut = tuned.merge
 
     def merge() -> nn.Module:
-        replace(MaskedLoRA.small)
+        cut()
         model.config = model.config.with_(d_ff=ffns[0].down.in_features)
         return model
 
-    replace(lambda linear: MaskedLoRA(linear, r, alpha, rng))
-    return ffns, max(1, round(keep * model.config.d_ff)), Pruned(model, merge=merge)
+    tuned.merge = merge
+    tuned.fixed = lambda: {name: b for name, b in model.named_buffers() if name.endswith((".rows", ".columns"))}
+    return ffns, max(1, round(keep * model.config.d_ff)), tuned

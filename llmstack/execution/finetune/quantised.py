@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from llmstack.execution.finetune.base import Tuned, freeze, linears
+from llmstack.execution.finetune.base import Tuned
 from llmstack.execution.finetune.lora import LoRA, attach
 from llmstack.ops.packed import IntLinear, NFLinear
 
@@ -33,6 +33,11 @@ class PooledLoRA(LoRA):
         sums = x.unflatten(-1, (-1, self.base.group)).sum(-1)  # [..., in / group]
         return self.base(x) + linear(linear(sums, self.a), self.b) * self.scale
 
+    @torch.no_grad()
+    def merged(self) -> IntLinear:
+        self.base.zero -= self.delta() / self.base.scale
+        return self.base
+
 
 def qlora(
     model: nn.Module, r: int = 8, alpha=16.0, targets: str | Sequence[str] = "all", block=64, double=True, seed: int = 0
@@ -40,37 +45,11 @@ def qlora(
     """LoRA on NF4. `merge()` gives plain linears of Ŵ + ΔW in full precision."""
     if block < 1:
         raise ValueError(f"block = {block!r}, but a constant is for at least one weight; the paper has 64")
-    placed = attach(model, r, alpha, targets, seed, base=lambda linear: NFLinear(linear, 4, block, double))
-    return Tuned(model, merge=lambda: unpack_(model, placed))
+    return attach(model, r, alpha, targets, seed, lambda linear: NFLinear(linear, 4, block, double))
 
 
 def qa_lora(
     model: nn.Module, r: int = 8, alpha=16.0, targets: str | Sequence[str] = "all", bits=4, group=32, seed: int = 0
 ) -> Tuned:
     """QA-LoRA. `merge()` moves zero points and leaves IntLinears. Raises ValueError where `group` does not divide."""
-    rng, found = torch.Generator().manual_seed(seed), list(linears(model, targets))
-    made = [PooledLoRA(IntLinear(module, bits, group), r, alpha, rng) for _, _, _, module in found]
-    freeze(model)
-    for (_, parent, attribute, _), module in zip(found, made):
-        setattr(parent, attribute, module)
-
-    @torch.no_grad()
-    def merge() -> nn.Module:
-        for (_, parent, attribute, _), module in zip(found, made):
-            module.base.zero -= module.delta() / module.base.scale
-            setattr(parent, attribute, module.base)
-        return model
-
-    return Tuned(model, merge=merge)
-
-
-@torch.no_grad()
-def unpack_(model: nn.Module, placed: list[tuple[nn.Module, str, LoRA]]) -> nn.Module:
-    for parent, attribute, module in placed:
-        base = module.base
-        plain = nn.Linear(base.in_features, base.out_features, base.bias is not None, device=module.a.device)
-        plain.weight.copy_(base.dequantise() + module.delta())
-        if base.bias is not None:
-            plain.bias.copy_(base.bias)
-        setattr(parent, attribute, plain)
-    return model
+    return attach(model, r, alpha, targets, seed, lambda linear: IntLinear(linear, bits, group), PooledLoRA)

@@ -19,7 +19,6 @@ arXiv:2305.16742. FISH mask: Sung et al. 2021, arXiv:2111.09839, equation 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count, islice
 from math import log
 
@@ -65,36 +64,23 @@ class Gates(nn.Module):
         return w + self.gates() * self.delta
 
 
-@dataclass
-class Sparse(Tuned):
-    """What was trained, with its places in state(): a mask is part of what was learnt."""
-
-    added: dict[str, nn.Module] = field(default_factory=dict)  # by the linear's name
-
-    def places(self) -> dict[str, Tensor]:
-        return {f"{name}.at": places for name, module in self.added.items() for places in module.buffers()}
-
-    def state(self) -> dict[str, Tensor]:
-        return super().state() | {name: at.clone() for name, at in self.places().items()}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Puts values and places back. Raises ValueError when they are of another method, model or share."""
-        super().load({name: t for name, t in state.items() if name not in self.places()})
-        for name, at in self.places().items():
-            at.copy_(state[name])
-
-
-def attach(model: nn.Module, added: dict[str, nn.Module]) -> Sparse:
+def attach(model: nn.Module, modules: Mapping[str, nn.Module]) -> Tuned:
     """The model with W + δ in the place of each named linear's W, and all else frozen."""
     freeze(model)
-    for name, module in added.items():
+    for name, module in modules.items():
         parametrize.register_parametrization(model.get_submodule(name), "weight", module)
-    return Sparse(model, merge=lambda: detach(model, added), added=added)
+    places = lambda: {f"{name}.at": at for name, module in added(model).items() for at in module.buffers()}
+    return Tuned(model, merge=lambda: detach(model), fixed=places)
 
 
-def detach(model: nn.Module, added: Mapping[str, nn.Module], keep: bool = True) -> nn.Module:
+def added(model: nn.Module) -> dict[str, nn.Module]:
+    """What makes δ, by the linear's name."""
+    return {n: m.parametrizations.weight[0] for n, m in model.named_modules() if parametrize.is_parametrized(m)}
+
+
+def detach(model: nn.Module, keep: bool = True) -> nn.Module:
     """Plain weights again: W + δ as in eval mode, or W as it was without `keep`."""
-    for name, module in added.items():
+    for name, module in added(model).items():
         module.eval()
         parametrize.remove_parametrizations(model.get_submodule(name), "weight", leave_parametrized=keep)
     return model
@@ -113,7 +99,7 @@ def pick(scores: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
     return {n: p.nonzero()[:, 0] for n, p in zip(scores, chosen.split([s.numel() for s in scores.values()])) if p.any()}
 
 
-def pafi(model: nn.Module, share: float = 0.005, targets: str | Sequence[str] = "all") -> Sparse:
+def pafi(model: nn.Module, share: float = 0.005, targets: str | Sequence[str] = "all") -> Tuned:
     """Trains the `share` of the targets' weights that are nearest to zero."""
     at = pick({name: -w.abs() for name, w in weights(model, targets).items()}, share)
     return attach(model, {name: Values(places) for name, places in at.items()})
@@ -132,34 +118,33 @@ def fisher(model: nn.Module, data: Callable, samples: int = 64, targets="all", l
     return mean
 
 
-def fish(model: nn.Module, data: Callable, share: float = 0.005, samples: int = 64, targets="all") -> Sparse:
+def fish(model: nn.Module, data: Callable, share: float = 0.005, samples: int = 64, targets="all") -> Tuned:
     """Trains the `share` of weights with most Fisher information on the data; the mask is found once and then fixed."""
     at = pick(fisher(model, data, samples, targets), share)
     return attach(model, {name: Values(places) for name, places in at.items()})
 
 
-def diff(model: nn.Module, share=0.005, penalty=1.25e-7, alpha=5.0, speed=100.0, targets="all") -> Sparse:
+def diff(model: nn.Module, share=0.005, penalty=1.25e-7, alpha=5.0, speed=100.0, targets="all") -> Tuned:
     """Learns which weights to change: the penalty (for each open gate) acts until expected_share is down at `share`."""
     tuned = attach(model, {name: Gates(w, alpha, speed) for name, w in weights(model, targets).items()})
 
     def after_backward() -> None:
         if expected_share(tuned) > share:
-            (penalty * sum(gates.open().sum() for gates in tuned.added.values())).backward()
+            (penalty * sum(gates.open().sum() for gates in added(model).values())).backward()
 
     tuned.after_backward = after_backward
     return tuned
 
 
-def expected_share(tuned: Sparse) -> float:
+def expected_share(tuned: Tuned) -> float:
     """E‖z‖₀ / n of diff's gates."""
-    return float(torch.cat([gates.open().detach().flatten() for gates in tuned.added.values()]).mean())
+    return float(torch.cat([gates.open().detach().flatten() for gates in added(tuned.model).values()]).mean())
 
 
-def project(tuned: Sparse, share: float = 0.005) -> None:
+def project(tuned: Tuned, share: float = 0.005) -> None:
     """diff's last phase: the `share` of largest |z δ| stays and trains on, all other weights are as they were."""
-    moved = {n: (gates.eval().gates() * gates.delta).detach() for n, gates in tuned.added.items()}
+    moved = {n: (gates.eval().gates() * gates.delta).detach() for n, gates in added(tuned.model).items()}
     at = pick({n: m.abs() for n, m in moved.items()}, share)
-    detach(tuned.model, tuned.added, keep=False)
-    tuned.added.clear()
-    tuned.added.update({n: Values(places, moved[n].flatten()[places]) for n, places in at.items()})
-    tuned.trainable, tuned.after_backward = attach(tuned.model, tuned.added).trainable, None
+    detach(tuned.model, keep=False)
+    values = {n: Values(places, moved[n].flatten()[places]) for n, places in at.items()}
+    tuned.trainable, tuned.after_backward = attach(tuned.model, values).trainable, None

@@ -25,7 +25,7 @@ def test_a_masked_layer_is_the_small_dense_one():
     m = MaskedLoRA(torch.nn.Linear(20, 30), 4, 8.0, torch.Generator().manual_seed(0))
     m.b.data = randn(30, 4)
     m.rows[::3], m.columns[1::2] = False, False
-    x, small = randn(5, 20), m.small()
+    x, small = randn(5, 20), m.merged()
     assert small.weight.shape == (20, 10)
     torch.testing.assert_close(m(x)[:, m.rows], small(x[:, m.columns]))
     torch.testing.assert_close(small.weight, (m.base.weight + 2.0 * m.b @ m.a)[m.rows][:, m.columns])

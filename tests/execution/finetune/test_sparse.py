@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, vmap
 from llmstack.architectures import build, decoder
 from llmstack.config import ModelConfig
 from llmstack.execution.finetune import linears, prepare, sparse
-from llmstack.execution.finetune.sparse import BETA, HIGH, LOW, expected_share, fisher, pick, project
+from llmstack.execution.finetune.sparse import BETA, HIGH, LOW, added, expected_share, fisher, pick, project
 from llmstack.execution.optimizers import adamw
 from llmstack.execution.trainer import Trainer
 
@@ -75,9 +75,9 @@ def test_fish_trains_the_top_of_fisher_and_its_mask_stays():
     diagonal = torch.cat([f.flatten() for f in fisher(make(), data(), samples=8).values()]).numpy()
     before, tuned = flat(make()), make("fish", data=data(), share=0.02, samples=8)
     k = round(0.02 * len(before))
-    places, base = {n: at.clone() for n, at in tuned.places().items()}, frozen(tuned)
+    places, base = {n: at.clone() for n, at in tuned.fixed().items()}, frozen(tuned)
     train(tuned, 5, task=1)
-    assert all(torch.equal(at, places[n]) for n, at in tuned.places().items())
+    assert all(torch.equal(at, places[n]) for n, at in tuned.fixed().items())
     assert all(torch.equal(p, base[n]) for n, p in frozen(tuned).items())
     moved = np.flatnonzero(flat(tuned.merge()) != before)
     np.testing.assert_array_equal(moved, np.sort(np.argsort(diagonal, kind="stable")[-k:]))
@@ -105,7 +105,7 @@ def test_diff_closes_its_gates_down_to_the_share_and_projects_to_it():
     assert 0.99 > seen[0] > seen[1] > expected_share(tuned)
     assert abs(expected_share(tuned) - 0.005) < 0.0005  # and no further
     assert all(torch.equal(p, base[name]) for name, p in frozen(tuned).items())
-    wanted = torch.cat([(g.eval().gates() * g.delta).detach().flatten() for g in tuned.added.values()])
+    wanted = torch.cat([(g.eval().gates() * g.delta).detach().flatten() for g in added(tuned.model).values()])
     project(tuned, 0.005)
     assert tuned.count == round(0.005 * n)
     shown = torch.cat([linear.weight.detach().flatten() for *_, linear in linears(tuned.model, "all")]).numpy()
@@ -123,7 +123,7 @@ def test_merged_is_unmerged_and_a_state_carries_values_and_places(method):
     tuned, other = train(make(method, **settings), 3), make(method, **settings)
     tuned.model.eval()
     out = tuned.model(IDS[0])
-    for at in other.places().values():
+    for at in other.fixed().values():
         at.zero_()
     other.load(tuned.state())
     assert torch.equal(other.model.eval()(IDS[0]), out)
