@@ -41,9 +41,10 @@ def loss_scaling() -> Lab:
         fig, ax = plots.axes("log₂ of a gradient's size", "share of gradients")
         sizes, edges = g.abs().log2().numpy(), np.arange(-60, 40)
         ax.hist(sizes, edges, weights=np.full(len(sizes), 1 / len(sizes)), color=plots.COLOURS[0])
-        ax.axvspan(least, np.log2(info.max), color="#e8e8e8", zorder=0, label=f"what {format} can hold")
+        ax.axvspan(least, np.log2(info.max), color="#e8e8e8", zorder=0)
+        middle = np.clip((least + np.log2(info.max)) / 2, -10, 20)
+        ax.text(middle, 0.97, f"what {format} can hold", ha="center", va="top", transform=ax.get_xaxis_transform())
         ax.set_xlim(-60, 40)
-        ax.legend(frameon=False, loc="upper right")
         says = f"{format}, loss scale 2^{loss_scale_as_power_of_two}, a mean over 2^{tokens_in_a_batch_as_power_of_two}"
         return fig, f"{says} tokens: {lost:.1%} of the gradients become zero, {over:.1%} infinite."
 
