@@ -4,6 +4,7 @@
     plots.bars({"Q, K, V": 3e6, "FFN": 8e6}, ylabel="parameters")          a mapping of mappings draws groups
     plots.heatmap(scores, xlabel="key", ylabel="query", unit="weight")
     plots.table(rows, columns=["model", "parameters"])
+    plots.roofline(intensity.roofline(accelerator, points))
     plots.stack([("application", "a question", "llmstack.execution"), …])
 
 Each shows itself and returns None. All figures take title=, logx=, logy=, alt= (the text for a screen reader, and what
@@ -99,6 +100,28 @@ def line(series: Mapping[str, Any], x: Sequence[float] | None = None, marks: boo
             xs, ys = y if x is None and isinstance(y, tuple) else (range(len(y)) if x is None else x, y)
             marked = len(ys) <= 20 if marks is None else marks
             ax.plot(xs, ys, color=colour, linestyle=dash, marker=marker if marked else None, label=name)
+
+
+def roofline(*roofs: Any, span: tuple[float, float] | None = None, **frame: Any) -> None:
+    """Roofs of intensity.roofline(…) with their points: at their measured rate, or hollow on the roof where they have
+    none. A point without operations has no place on logarithmic axes and is left out. span: from which intensity to
+    which; by default around points and ridges."""
+    shown = [(roof, [p for p in roof.points if p.flops]) for roof in roofs]
+    at = [p.intensity for _, points in shown for p in points] + [roof.ridge for roof in roofs]
+    xs = np.geomspace(*(span or (min(at) / 3, max(at) * 3)), 200)
+    labels = dict(xlabel="operations a byte", ylabel="operations a second")
+    with _frame((7.6, 4.2), **labels, **frame) as ax:
+        for (roof, points), colour, dash in zip(shown, cycle(COLOURS), cycle(DASHES)):
+            ax.plot(xs, [roof.attainable(x) for x in xs], color=colour, linestyle=dash, label=roof.name)
+            for i, label in enumerate(dict.fromkeys(p.label for p in points)):
+                same = [p for p in points if p.label == label]
+                y = [p.rate or roof.attainable(p.intensity) for p in same]
+                shade = colour if len(roofs) > 1 else COLOURS[(i + 1) % len(COLOURS)]
+                look = dict(marker=MARKERS[i % len(MARKERS)], color=shade, linestyle="", markersize=7)
+                look |= {} if same[0].seconds else dict(markerfacecolor="white")
+                ax.plot([p.intensity for p in same], y, label=label, **look)
+        ax.set(xscale="log", yscale="log", **({"xlim": span} if span else {}))
+        ax.yaxis.set_major_formatter(EngFormatter())
 
 
 def bars(

@@ -80,9 +80,9 @@ def ceiling(amount: float, run: Callable[[], object], repeats: int) -> Ceiling:
 
 
 def measure(
-    n_threads: int = 1, dtypes: tuple[str, ...] = ("fp32",), megabytes: int = 64, size: int = 768, repeats: int = 5
+    n_threads: int = 1, dtypes: tuple[str, ...] = ("fp32",), megabytes: int = 64, size: int = 1024, repeats: int = 12
 ) -> Machine:
-    """Measure this machine: about a second by default. `megabytes` of each of three arrays, matrices [size, size].
+    """Measure this machine: a second or two by default. `megabytes` of each of three arrays, matrices [size, size].
 
     bf16 is measured on a small matrix: processors without its instructions are hundreds of times slower in it. Raises
     ValueError on an unknown dtype or a number below 1.

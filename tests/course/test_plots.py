@@ -97,3 +97,16 @@ def test_nothing_to_draw_is_said():
         with pytest.raises(ValueError, match=r"heatmap: a matrix is \[rows, columns\], got shape"):
             plots.heatmap(matrix, xlabel="key", ylabel="query")
     assert plots.si(float("inf")) == "inf"
+
+
+def test_points_stand_on_their_roof_or_where_they_were_measured():
+    from llmstack.intensity.roof import Point, Roofline
+
+    points = (Point("met", 10.0, 1.0), Point("measured", 10.0, 1.0, 5.0), Point("adds nothing", 0.0, 1.0))
+    _, ax = plots.axes("", "")
+    plots.roofline(Roofline("chip", 100.0, 5.0, points), ax=ax)
+    roof, *drawn = ax.lines
+    assert [line.get_label() for line in drawn] == ["met", "measured"]
+    assert [line.get_ydata()[0] for line in drawn] == [50.0, 2.0]
+    assert max(roof.get_ydata()) == 100.0 and min(roof.get_xdata()) < 10 < max(roof.get_xdata())
+    assert drawn[0].get_markerfacecolor() == "white" != drawn[1].get_markerfacecolor()

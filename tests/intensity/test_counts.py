@@ -1,5 +1,7 @@
 """Counts against published ones (data/counts.toml, with sources) and against closed forms of other papers."""
 
+import math
+
 import pytest
 
 from llmstack import facts, preset, presets
@@ -47,6 +49,14 @@ def test_the_contradictory_cell_is_the_papers():
 def test_fewer_heads_raise_intensity():
     for heads, printed in KIM_TABLE["heads"].items():
         assert digits(printed, kim("bert-base-uncased", 512, n_heads=int(heads))["total"].intensity, 0)
+
+
+def test_the_ffns_share_falls_with_the_length():
+    """AC-25: the main contributor of operations, in short texts."""
+    shares = [
+        kim("bert-base-uncased", T)["ffn"].flops / kim("bert-base-uncased", T)["total"].flops for T in (128, 512, 4096)
+    ]
+    assert shares == pytest.approx([0.65, 0.60, 0.35], abs=0.005)
 
 
 @pytest.mark.parametrize("row", KIM_TABLE["curves"], ids=lambda row: f"{row[0]}-{row[1]}")
@@ -142,6 +152,22 @@ def test_scores_overtake_at_six_d():
     """24 s h² = 4 s² h: s = 6 h, for a classic block."""
     parts = by_part(terms(gpt(12, 768, 12), 1, 6 * 768))
     assert parts["attention"].flops == parts["projections"].flops + parts["ffn"].flops
+
+
+def test_scores_grow_with_the_square_of_the_length():
+    """A062: operations of the scores have slope 2 on logarithmic axes, and so in the end have their bytes, unless the
+    kernel keeps them on the chip: then the bytes have slope 1."""
+    lengths, config = (1024, 4096, 16384, 65536), preset("gpt2")
+
+    def slopes(convention, field):
+        costs = [getattr(by_part(terms(config, 1, T, "prefill", convention))["attention"], field) for T in lengths]
+        return [math.log(b / a, 4) for a, b in zip(costs, costs[1:])]
+
+    assert slopes(Convention(), "flops") == pytest.approx([2, 2, 2])
+    assert 1.9 < slopes(Convention(), "bytes")[0] < slopes(Convention(), "bytes")[2] < 2
+    assert slopes(FUSED, "bytes") == pytest.approx([1, 1, 1])
+    whole = [flops(config, 1, T, "prefill") for T in lengths]
+    assert math.log(whole[1] / whole[0], 4) < 1.5 < 1.8 < math.log(whole[3] / whole[2], 4) < 2
 
 
 def test_a_fused_backward_costs_two_and_a_half_forwards():
