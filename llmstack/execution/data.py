@@ -19,12 +19,15 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 Batch = dict[str, Tensor]
 Data = Callable[[int], Batch]
+Example = Mapping[str, Sequence[int]] | Sequence[int]  # as `padded` describes it
 IGNORE = -100
+FILL = {"targets": IGNORE, "documents": -1, "positions": 0}  # where a row is shorter than its batch
 TOO_LONG = ("raise", "split", "truncate")
 
 
@@ -42,44 +45,34 @@ def windows(stream: Sequence[int] | Tensor, length: int, batch: int, seed: int =
     return lambda step: {"ids": ids[order(step)], "targets": targets[order(step)]}
 
 
-def packed(
-    documents: Sequence[Sequence[int]], length: int, batch: int, seed: int = 0, pad: int = 0, too_long: str = "raise"
-) -> Data:
+def packed(documents: Sequence[Example], length: int, batch: int, seed=0, pad=0, too_long: str = "raise") -> Data:
     """Batches of rows that hold several documents one after the other, each unseen by the others (`objectives.seen`).
 
-    A document of n tokens takes n - 1 places, since its last token is only a target; one of a single token has nothing
-    to predict and is left out. Documents go first-fit, in the order given. Those that need more than `length` places:
-    too_long "raise", "split" (the token between two parts is the first's last target and the second's first input) or
-    "truncate". Raises ValueError on those, and where no document is left.
+    A document is as `padded` takes it. One of n tokens takes n - 1 places, since its last token is only a target; one
+    of a single token has nothing to predict and is left out. Documents go first-fit, in the order given. Those that
+    need more than `length` places: too_long "raise", "split" (the token between two parts is the first's last target
+    and the second's first input) or "truncate". Raises ValueError on those, and where no document is left.
     """
     if too_long not in TOO_LONG:
         raise ValueError(f"too_long = {too_long!r}, but it must be one of {', '.join(TOO_LONG)}")
     parts = []
-    for i, doc in enumerate(documents):
-        if len(doc) > length + 1 and too_long == "raise":
+    for i, example in enumerate(_examples(documents)):
+        if (n := len(example["ids"])) > length and too_long == "raise":
             fix = "too_long='split' or 'truncate' takes it, or a longer length"
-            raise ValueError(f"document {i} has {len(doc)} tokens, but a row takes {length} and a next one; {fix}")
-        stop = len(doc) if too_long == "split" else min(len(doc), length + 1)
-        parts += [torch.as_tensor(doc[at : at + length + 1], dtype=torch.long) for at in range(0, stop - 1, length)]
+            raise ValueError(f"document {i} has {n + 1} tokens, but a row takes {length} and a next one; {fix}")
+        stop = n if too_long == "split" else min(n, length)
+        parts += [{key: x[at : at + length] for key, x in example.items()} for at in range(0, stop, length)]
     if not parts:
         raise ValueError(f"{len(documents)} documents, none with two tokens or more: is the corpus empty?")
-    rows = first_fit([len(p) - 1 for p in parts], length)
+    rows = [_row([parts[i] for i in row]) for row in first_fit([len(p["ids"]) for p in parts], length)]
     order = _order(len(rows), batch, seed)
+    return lambda step: collate([rows[i] for i in order(step).tolist()], pad, length)
 
-    def data(step: int) -> Batch:
-        blank = {"ids": pad, "targets": IGNORE, "documents": -1, "positions": 0}
-        out = {key: torch.full((batch, length), value) for key, value in blank.items()}
-        for b, row in enumerate(order(step).tolist()):
-            chosen = [parts[i] for i in rows[row]]
-            lengths = torch.tensor([len(p) - 1 for p in chosen])
-            here = slice(0, int(lengths.sum()))
-            out["ids"][b, here] = torch.cat([p[:-1] for p in chosen])
-            out["targets"][b, here] = torch.cat([p[1:] for p in chosen])
-            out["documents"][b, here] = torch.arange(len(chosen)).repeat_interleave(lengths)
-            out["positions"][b, here] = torch.cat([torch.arange(n) for n in lengths])
-        return out | {"padding": out["documents"] >= 0}
 
-    return data
+def _row(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    row, lengths = {key: torch.cat([p[key] for p in parts]) for key in parts[0]}, [len(p["ids"]) for p in parts]
+    row["documents"] = torch.arange(len(parts)).repeat_interleave(torch.tensor(lengths))
+    return row | {"positions": torch.cat([torch.arange(n) for n in lengths])}
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -92,9 +85,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return [row for row in rows if row]
 
 
-def padded(
-    examples: Sequence[Mapping[str, Sequence[int]] | Sequence[int]], batch: int, seed: int = 0, pad: int = 0
-) -> Data:
+def padded(examples: Sequence[Example], batch: int, seed: int = 0, pad: int = 0) -> Data:
     """Batches of examples, each filled up to the longest of the batch: targets with -100, all else with `pad`.
 
     An example is a sequence of tokens, of which each predicts the next, or a mapping with `ids` and `targets` of one
@@ -102,7 +93,7 @@ def padded(
     """
     if not len(examples):
         raise ValueError("there are no examples: is the corpus empty?")
-    examples = [e if isinstance(e, Mapping) else {"ids": e[:-1], "targets": e[1:]} for e in examples]
+    examples = _examples(examples)
     for i, e in enumerate(examples):
         if not 0 < len(e["ids"]) == len(e["targets"]):
             sizes = f"{len(e['ids'])} ids and {len(e['targets'])} targets"
@@ -111,15 +102,21 @@ def padded(
     return lambda step: collate([examples[i] for i in order(step).tolist()], pad)
 
 
-def collate(examples: Sequence[Mapping[str, Sequence[int]]], pad: int = 0) -> Batch:
-    """One batch of examples that are mappings, as `padded` makes it."""
+def _examples(given: Sequence[Example]) -> list[dict[str, Tensor]]:
+    pairs = (e if isinstance(e, Mapping) else {"ids": e[:-1], "targets": e[1:]} for e in given)
+    return [{key: torch.as_tensor(x, dtype=torch.long) for key, x in e.items()} for e in pairs]
+
+
+def collate(examples: Sequence[Mapping[str, Sequence[int]]], pad: int = 0, length: int = 0) -> Batch:
+    """One batch of examples that are mappings, as `padded` makes it; of `length` places at least."""
     out: Batch = {}
     for key in examples[0]:
-        rows = [torch.as_tensor(e[key], dtype=torch.long) for e in examples]
-        out[key] = pad_sequence(rows, batch_first=True, padding_value=IGNORE if key == "targets" else pad)
+        rows, value = [torch.as_tensor(e[key], dtype=torch.long) for e in examples], FILL.get(key, pad)
+        table = pad_sequence(rows, batch_first=True, padding_value=value)
+        out[key] = F.pad(table, (0, max(0, length - table.shape[1])), value=value)
         if key in ("ids", "source"):
-            lengths = torch.tensor([len(r) for r in rows])
-            out["padding" if key == "ids" else "source_padding"] = torch.arange(lengths.max()) < lengths[:, None]
+            lengths = torch.tensor([len(r) for r in rows])[:, None]
+            out["padding" if key == "ids" else "source_padding"] = torch.arange(out[key].shape[1]) < lengths
     return out
 
 

@@ -15,7 +15,7 @@ from random import Random
 
 from llmstack import facts
 from llmstack.architectures.zoo import Tokenizer
-from llmstack.execution.data import IGNORE, first_fit
+from llmstack.execution.data import IGNORE
 
 TEMPLATE = (
     "<|start|>{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -25,7 +25,8 @@ OF = facts.table("tasks/words")
 
 
 def conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """ids and targets of one conversation, shifted by one for `data.padded`; what follows its last answer is left out.
+    """ids and targets of one conversation, shifted by one, for `data.padded` and `packed`; without what follows its
+    last answer.
 
     Raises ValueError without an answer, on a content that spells a special token, and on a template that changes what
     it wrote when more is said.
@@ -48,19 +49,6 @@ def conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) ->
     if not ids:
         raise ValueError("no message has the role 'assistant': there is nothing to learn")
     return {"ids": ids[:-1], "targets": [t if a else IGNORE for t, a in zip(ids[1:], learnt[1:])]}
-
-
-def pack(examples: Sequence[Mapping[str, list[int]]], length: int) -> list[dict[str, list[int]]]:
-    """Several conversations in one row, none seeing another, for `data.padded`. Raises ValueError on longer ones."""
-    if long := [len(e["ids"]) for e in examples if len(e["ids"]) > length]:
-        raise ValueError(f"a conversation has {long[0]} tokens, but a row takes {length}; leave it out, or take longer")
-    rows = [[examples[i] for i in row] for row in first_fit([len(e["ids"]) for e in examples], length)]
-    return [
-        {key: [t for e in row for t in e[key]] for key in ("ids", "targets")}
-        | {"documents": [n for n, e in enumerate(row) for _ in e["ids"]]}
-        | {"positions": [t for e in row for t in range(len(e["ids"]))]}
-        for row in rows
-    ]
 
 
 def request(rng: Random, phrasings: Sequence[str] | None = None) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ from llmstack import facts
 from llmstack.architectures import build, pretrained
 from llmstack.config import ModelConfig
 from llmstack.execution import data
-from llmstack.execution.instructions import TEMPLATE, conversation, pack, request
+from llmstack.execution.instructions import TEMPLATE, conversation, request
 from llmstack.execution.objectives import next_token
 
 TALK = [
@@ -82,10 +82,10 @@ def test_packed_conversations_do_not_see_each_other(tokenizer, model):
     rng = Random(3)
     talks = [request(rng) for _ in range(5)] + [TALK]
     rows = [conversation(tokenizer, t) for t in talks]
-    packed = pack(rows, 80)
-    assert len(packed) < len(rows) and max(len(r["ids"]) for r in packed) <= 80
-    assert sorted(t for r in packed for t in r["ids"]) == sorted(t for r in rows for t in r["ids"])
-    total, count = next_token(model, data.padded(packed, len(packed))(0))
+    packed = data.packed(rows, 80, len(data.first_fit([len(r["ids"]) for r in rows], 80)))(0)  # one epoch
+    assert len(packed["ids"]) < len(rows) and packed["documents"].max() > 0
+    assert sorted(packed["ids"][packed["padding"]].tolist()) == sorted(t for r in rows for t in r["ids"])
+    total, count = next_token(model, packed)
     alone = [next_token(model, data.collate([row])) for row in rows]
     assert count == sum(n for _, n in alone)
     torch.testing.assert_close(total, sum(s for s, _ in alone), rtol=1e-12, atol=0)
@@ -94,7 +94,7 @@ def test_packed_conversations_do_not_see_each_other(tokenizer, model):
     ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="a row takes 8"):
-        pack(rows, 8)
+        data.packed(rows, 8, 1)
 
 
 @pytest.mark.parametrize(
