@@ -96,7 +96,8 @@ def _launch(x, packed, scale, zero, bits: int, N: int, K: int, group: int) -> to
         zero, table = (scale, torch.from_numpy(levels("nf4")).to(x.device)) if nf4 else (zero.contiguous(), scale)
         settings = 0 if row_scale else group, bits, nf4, BM, BN, BK
         grid = (triton.cdiv(N, BN), triton.cdiv(M, BM))
-        _dequant_kernel[grid](rows, packed.contiguous(), scale, zero, table, y, M, N, K, K // group, *settings)
+        arrays, warps = (rows, packed.contiguous(), scale, zero, table, y), 8 if rows.element_size() == 4 else 4
+        _dequant_kernel[grid](*arrays, M, N, K, K // group, *settings, num_warps=warps)
     return y.view(*x.shape[:-1], N).to(x.dtype)
 
 

@@ -166,13 +166,14 @@ def ffn_triton(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torc
 
 def flat_gemm_triton(x: torch.Tensor, w: torch.Tensor, pad: int = 8) -> torch.Tensor:
     """x [M, K] wᵀ, w [N, K], M filled to pad (a power of two) or the next power of two, at most 64 a pass."""
-    tile = (128, padded(len(x), pad) if len(x) <= 64 else 64, 128)
-    return _launch(w, x.T, None, tile if INTERPRETED else (64, tile[1], 256 // x.element_size())).T
+    BN = padded(len(x), pad) if len(x) <= 64 else 64
+    tile = (128, BN, 128) if INTERPRETED else (64, BN, 128 if x.element_size() == 2 else 32)
+    return _launch(w, x.T, None, tile, flip=True).T
 
 
 def gemv_triton(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """w [N, K] x [K]; rows of w may be apart, values in a row are neighbours (else w is copied)."""
-    _check(w, x[:, None] if x.ndim == 1 else x)
+    _check(w, x[..., None])
     w, x = _ready(w if w.stride(1) == 1 else w.contiguous(), x.contiguous())
     y = torch.empty(len(w), dtype=x.dtype, device=x.device)
     ROWS, COLS = (256, 1024) if INTERPRETED else (16, 256)
@@ -184,7 +185,7 @@ def gemv_triton(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def linear_triton(x: torch.Tensor, w: torch.Tensor, table: dict | None = None) -> torch.Tensor:
     """x [M, K] wᵀ, w [N, K], by the kernel that `choose` names."""
     kind = choose(len(x), *w.shape, table)
-    if kind == "gemv":
+    if kind == "gemv" and len(x):
         return torch.stack([gemv_triton(w, row) for row in x])
     return flat_gemm_triton(x, w) if kind == "flat" else matmul_triton(x, w.T)
 
@@ -221,18 +222,20 @@ def _tile(value_bytes: int) -> tuple[int, int, int]:
     return (128, 128, 32) if value_bytes == 2 else (64, 64, 32)
 
 
-def _launch(a: torch.Tensor, b: torch.Tensor, up: torch.Tensor | None, tile: tuple[int, int, int]) -> torch.Tensor:
+def _launch(a, b, up, tile: tuple[int, int, int], flip: bool = False) -> torch.Tensor:
+    """C, as it is or (flip) the transpose of a contiguous matrix."""
     _check(a, b)
     dtype, (M, K), N = a.dtype, a.shape, b.shape[1]
     if up is not None and up.stride() != b.stride():
         b, up = b.contiguous(), up.contiguous()
     gated = up is not None
     a, b, up = _ready(a, b, up if gated else b)
-    c = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    c = torch.empty((N, M) if flip else (M, N), dtype=a.dtype, device=a.device)
+    c = c.T if flip else c
     if c.numel():
         grid = (triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1]),)
         strides = (*a.stride(), *b.stride(), *c.stride())
-        warps = 8 if tile[2] <= 32 else 4  # a thin tile is deep
+        warps = 8 if tile[2] <= 32 else 4  # thin tiles are deep
         _matmul_kernel[grid](a, b, up, c, M, N, K, *strides, *tile, GROUP, gated, num_warps=warps, num_stages=3)
     return c.to(dtype)
 
@@ -255,12 +258,13 @@ GEMV_IMPLS = available({"numpy": gemv_np, "torch": gemv_torch, "triton": gemv_tr
 FFN_IMPLS = available({"numpy": ffn_np, "torch": ffn_torch, "triton": ffn_triton})
 BACKWARDS = available({"numpy": matmul_np_backward, "triton": matmul_triton_backward})
 ROWS_AND_COLUMNS = {"stride_ak": 1, "stride_bn": 1, "stride_cn": 1, "GROUP": GROUP}  # a, b and c contiguous
-WEIGHT_FIRST = {"stride_ak": 1, "stride_bk": 1, "stride_cn": 1, "GROUP": GROUP, "GATED": False}  # w [N, K], x.T [K, M]
+WEIGHT_FIRST = {"stride_ak": 1, "stride_bk": 1, "stride_cm": 1, "GROUP": GROUP, "GATED": False}  # w [N, K], x.T, y.T
 _types = lambda dtype: f"{dtype} " * 4 + "i32 i32 i32 i32 i32 i32"
 AOT = [
     Build(_matmul_kernel, _types("*bf16"), ROWS_AND_COLUMNS | dict(BM=128, BN=128, BK=32, GATED=False), num_warps=8),
     Build(_matmul_kernel, _types("*bf16"), ROWS_AND_COLUMNS | dict(BM=128, BN=64, BK=32, GATED=True), num_warps=8),
     Build(_matmul_kernel, _types("*fp32"), ROWS_AND_COLUMNS | dict(BM=64, BN=64, BK=32, GATED=False), num_warps=8),
     *(Build(_matmul_kernel, _types("*fp16"), WEIGHT_FIRST | dict(BM=64, BN=n, BK=128)) for n in (8, 16, 64)),
+    Build(_matmul_kernel, _types("*fp32"), WEIGHT_FIRST | dict(BM=64, BN=64, BK=32), num_warps=8),
     Build(_gemv_kernel, "*bf16 *bf16 *bf16 i32 i32 i32", {"ROWS": 16, "COLS": 256}),
 ]

@@ -124,6 +124,7 @@ def test_flat_gemm(M):
     x, w = randn(M, 70), randn(150, 70, seed=1)
     got = matmul.flat_gemm_triton(x.to(NATIVE), strided(w).to(NATIVE)).cpu()
     check([got], [F.linear(x.double(), w.double())], [F.linear(x, w)])
+    assert got.is_contiguous()
 
 
 def test_padding_to_8_and_to_64():
@@ -220,8 +221,9 @@ def test_without_a_profile_each_weight_is_read_once():
 @pytest.mark.parametrize("cuts", [(99, 99), (1, 99), (1, 1)], ids=["gemv", "flat", "gemm"])
 def test_whatever_is_chosen_is_the_same_product(cuts):
     x, w = randn(3, 40), randn(50, 40, seed=1)
-    got = matmul.linear_triton(x.to(NATIVE), w.to(NATIVE), {(50, 40): cuts}).cpu()
-    torch.testing.assert_close(got, F.linear(x, w), rtol=1e-5, atol=1e-5)
+    for rows in (3, 0):
+        got = matmul.linear_triton(x[:rows].to(NATIVE), w.to(NATIVE), {(50, 40): cuts}).cpu()
+        torch.testing.assert_close(got, F.linear(x[:rows], w), rtol=1e-5, atol=1e-5)
 
 
 def _ffn(x, gate, up, down):
@@ -263,6 +265,8 @@ def test_the_kernels_say_what_they_take():
         matmul_triton(x, x.half(), (16, 16, 16))
     with pytest.raises(TypeError, match="torch.float64"):
         matmul.gemv_triton(x.double(), x[0].double())
+    with pytest.raises(ValueError, match=r"got \[16, 16\] and \[16, 2, 1\]"):
+        matmul.gemv_triton(x, x[:, :2])
     with pytest.raises(ValueError, match=r"gate and up have one shape.*\[16, 16\] and \[16, 8\]"):
         matmul.gated_triton(x, x, x[:, :8])
 
