@@ -10,7 +10,7 @@ from torch import nn
 
 from llmstack.architectures import build
 from llmstack.config import ModelConfig
-from llmstack.execution.claims_numerics import transformer_engine_is_fp8
+from llmstack.execution.claims import transformer_engine_is_fp8
 from llmstack.execution.optimizers import adam, sgd
 from llmstack.execution.precision import FORMATS, Precision, delayed_scaling, fp8_scale, rounded
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from llmstack import facts
+from llmstack.execution.claims import rag_answers
 from llmstack.execution.retrieval import BM25, verses
 from llmstack.execution.retrieval.bm25 import words
-from llmstack.execution.retrieval.claims import rag_answers
 from llmstack.execution.retrieval.rag import Fact, accelerator_facts, answer, prompt, right
 
 
