@@ -31,6 +31,7 @@ from llmstack.ops._triton import INTERPRETED, Build, available, tl, triton
 from llmstack.ops.merge import attention_lse, merge_np, merge_torch
 from llmstack.ops.softmax import softmax_np
 
+LOG2E = np.log2(np.e).item()
 NARROW, WIDE = (-9.0, 11.0), (-70.0, 70.0)
 
 
@@ -40,10 +41,9 @@ def flash_decoding_np(
     _check(q, k, v, splits, lengths)
     (B, H, Dh), (K, S) = q.shape, k.shape[1:3]
     out, scale = np.empty_like(q), Dh**-0.5 if scale is None else scale
-    for b, n in enumerate([S] * B if lengths is None else lengths):
-        rows = q[b].reshape(K, H // K, Dh)  # [K, H/K, Dh]
-        parts = [_part_np(rows, k[b, :, part], v[b, :, part], scale) for part in cuts(int(n), splits)]
-        out[b] = merge_np(*zip(*parts)).reshape(H, Dh)
+    for b, n in enumerate([S] * B if lengths is None else lengths.tolist()):
+        rows = q[b].reshape(K, H // K, Dh) * scale  # [K, H/K, Dh]
+        out[b] = merge_np(*zip(*(_part_np(rows, k[b, :, c], v[b, :, c]) for c in cuts(n, splits)))).reshape(H, Dh)
     return out
 
 
@@ -53,12 +53,11 @@ def cuts(n: int, splits: int) -> list[slice]:
     return [slice(min(i * run, n), min((i + 1) * run, n)) for i in range(splits)]
 
 
-def _part_np(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array]:
-    s = q @ k.swapaxes(-1, -2) * scale  # [K, H/K, s]
+def _part_np(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    s = q @ k.swapaxes(-1, -2)  # [K, H/K, s]
     m = s.max(-1, keepdims=True, initial=-np.inf)  # [K, H/K, 1]
     e = np.exp(s - np.where(m == -np.inf, 0, m))
-    total = e.sum(-1, keepdims=True)
-    total = np.where(total == 0, 1, total)
+    total = np.maximum(e.sum(-1, keepdims=True), m == -np.inf)  # 1 where there is no key
     return e @ v / total, (m + np.log(total))[..., 0]  # [K, H/K, Dh], [K, H/K]
 
 
@@ -83,24 +82,21 @@ def flash_decoding_torch(
     _check(q, k, v, splits, lengths)
     (B, H, Dh), (K, S) = q.shape, k.shape[1:3]
     rows = q.reshape(B, K, H // K, Dh) * (1 if scale is None else scale * Dh**0.5)  # [B, K, H/K, Dh]
-    there = torch.ones(B, S, dtype=torch.bool, device=q.device)
-    if lengths is not None:
-        there = torch.arange(S, device=q.device) < lengths[:, None]  # [B, S]
-    there = there[:, None, None]
+    there = torch.arange(S, device=q.device) < (S if lengths is None else lengths[:, None, None, None])  # [.., S]
     parts = [attention_lse(rows, k[:, :, c], v[:, :, c], there[..., c]) for c in cuts(S, splits)]
     return merge_torch(*zip(*parts)).reshape(B, H, Dh)
 
 
 @triton.jit
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, tables_ptr, lengths_ptr, flags_ptr, out_ptr, lse_ptr, S, K, G, Dh, splits, page, pages, scale,
-    phi, low, high, skb, skh, sks,
+    q_ptr, k_ptr, v_ptr, tables_ptr, lengths_ptr, flags_ptr, out_ptr, lse_ptr, K, G, Dh, splits, pages, page,
+    scale2, phi2, low2, high2, stride_page, stride_key, stride_head,
     UNIFIED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A program takes one split of the keys for the G queries that share a KV head.
 
-    tables_ptr: keys lie in pages (ops/paged_attention.py). UNIFIED: φ is every maximum, and flags say where that fails;
-    flags without UNIFIED: only groups with a flag run. Scores are kept in log₂.
+    Keys lie in pages (ops/paged_attention.py); without tables_ptr a sequence is one page. UNIFIED: φ is every maximum,
+    and flags say where that fails; flags without UNIFIED: only groups with a flag run. Scores are in log₂.
     """
     i, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = b * K + g
@@ -108,9 +104,9 @@ def _decode_kernel(
         at = tl.arange(0, SPLITS)
         if tl.max(tl.load(flags_ptr + group * splits + at, mask=at < splits, other=0), axis=0) == 0:
             return
-    n = S
+    n = pages * page
     if lengths_ptr is not None:
-        n = tl.minimum(tl.load(lengths_ptr + b), S)
+        n = tl.minimum(tl.load(lengths_ptr + b), n)
     run = tl.cdiv(n, splits)
     end = tl.minimum((i + 1) * run, n)
     row = tl.arange(0, ROWS)  # [ROWS]
@@ -124,23 +120,21 @@ def _decode_kernel(
     left = tl.zeros([ROWS], tl.int32)
     for start in range(i * run, end, KEYS):
         key = start + tl.arange(0, KEYS)  # [KEYS]
-        if tables_ptr is None:
-            at = b * skb + key.to(tl.int64) * sks
-        else:
-            page_id = tl.load(tables_ptr + b * pages + key // page, mask=key < end, other=0)
-            at = page_id.to(tl.int64) * skb + (key % page) * sks
-        at = (at + g * skh)[:, None] + col
         there = (key < end)[:, None] & (col < Dh)
+        here = b
+        if tables_ptr is not None:
+            here = tl.load(tables_ptr + b * pages + key // page, mask=key < end, other=0).to(tl.int64)
+        at = (here * stride_page + (key % page).to(tl.int64) * stride_key + g * stride_head)[:, None] + col
         k = tl.load(k_ptr + at, mask=there, other=0.0)  # [KEYS, COLS]
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)  # [ROWS, KEYS]
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2  # [ROWS, KEYS]
+        seen = (key < end)[None, :]
         if UNIFIED:
-            s -= phi * 1.4426950408889634
-            out_of = (s <= low * 1.4426950408889634) | (s >= high * 1.4426950408889634)
-            left = tl.maximum(left, tl.max((out_of & (row < G)[:, None] & (key < end)[None, :]).to(tl.int32), axis=1))
-            s = tl.minimum(s, high * 1.4426950408889634)  # no infinity in what is computed again
-            p = tl.exp2(tl.where((key < end)[None, :], s, -float("inf")))
+            s -= phi2
+            out_of = seen & (row < G)[:, None] & ((s <= low2) | (s >= high2))
+            left = tl.maximum(left, tl.max(out_of.to(tl.int32), axis=1))
+            p = tl.exp2(tl.where(seen, tl.minimum(s, high2), -float("inf")))  # no infinity, though it runs again
         else:
-            s = tl.where((key < end)[None, :], s, -float("inf"))
+            s = tl.where(seen, s, -float("inf"))
             new = tl.maximum(m, tl.max(s, axis=1))  # finite: a tile has a key
             p = tl.exp2(s - new[:, None])
             shrink = tl.exp2(m - new)
@@ -150,7 +144,7 @@ def _decode_kernel(
         acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
     if UNIFIED:
         tl.store(flags_ptr + group * splits + i, tl.max(left, axis=0))
-        m = tl.where(total == 0.0, -float("inf"), phi * 1.4426950408889634)
+        m = tl.where(total == 0.0, -float("inf"), phi2)
     total = tl.where(total == 0.0, 1.0, total)
     part = head * splits + i  # [ROWS]
     tl.store(out_ptr + part[:, None] * Dh + col, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
@@ -177,81 +171,67 @@ def _merge_kernel(parts_ptr, lse_ptr, out_ptr, splits, Dh, SPLITS: tl.constexpr,
 def flash_decoding_triton(
     q: Tensor, k: Tensor, v: Tensor, splits: int = 1, lengths: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Heads of up to 256 values, at most 128 splits; fp32, fp16 or bf16. Only the last axis need be contiguous."""
+    """Heads of up to 256 values, groups of up to 16 Ki, at most 128 splits; fp32, fp16 or bf16."""
     _check(q, k, v, splits, lengths)
-    return launch(q, k, v, None, lengths, splits, scale)[0]
+    return launch(q, k.transpose(1, 2), v.transpose(1, 2), None, lengths, splits, scale)[0]
 
 
 def unified_decoding_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    splits: int = 1,
-    lengths: Tensor | None = None,
-    scale: float | None = None,
-    phi: float = 0.0,
-    bounds: tuple[float, float] | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, splits: int = 1, lengths: Tensor | None = None, scale: float | None = None,
+    phi: float = 0.0, bounds: tuple[float, float] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """FlashDecoding++: out, and which groups of heads [B, K] left the bounds and were computed again.
 
     bounds: NARROW for fp16 and WIDE else, where None.
     """
     _check(q, k, v, splits, lengths)
-    return launch(q, k, v, None, lengths, splits, scale, phi, bounds or (NARROW if v.dtype == torch.float16 else WIDE))
+    bounds = bounds or (NARROW if v.dtype == torch.float16 else WIDE)
+    return launch(q, k.transpose(1, 2), v.transpose(1, 2), None, lengths, splits, scale, phi, bounds)
 
 
 def launch(q, k, v, tables, lengths, splits: int, scale: float | None, phi: float | None = None, bounds=WIDE):
-    """Runs the kernels over k, v [B, K, S, Dh], or [pages, page, K, Dh] with tables: out, and flags [B, K] or None."""
-    B, H, Dh = q.shape
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or Dh > 256 or splits > 128:
+    """Runs the kernels over k, v [B or pages, page, K, Dh], tables [B, pages] or None: out, flags [B, K] or None."""
+    (B, H, Dh), (_, page, K, _) = q.shape, k.shape
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or {k.dtype, v.dtype} != {q.dtype}:
+        raise TypeError(f"the kernel takes all in fp32, fp16 or bf16, got {q.dtype}, {k.dtype}, {v.dtype}")
+    ROWS, COLS = (max(16, triton.next_power_of_2(n)) for n in (H // K, Dh))
+    if Dh > 256 or splits > 128 or ROWS * COLS > 1 << 14:
         raise ValueError(
-            "the kernel takes fp32, fp16 or bf16 heads of up to 256 values and at most 128 splits, "
-            f"got {q.dtype}, {Dh} values, {splits} splits; use the torch version"
+            "the kernel takes at most 256 values a head, 16384 a group (both filled to powers of 2) and 128 splits, "
+            f"got {Dh}, {H // K} heads a group and {splits} splits; use the torch version"
         )
     out = torch.empty(B, H, Dh, dtype=q.dtype, device=q.device)
     if INTERPRETED and q.dtype == torch.bfloat16:  # its dot is wrong there
         q, k, v = q.float(), k.float(), v.float()
     if k.stride() != v.stride() or k.stride(-1) != 1:
         k, v = k.contiguous(), v.contiguous()
-    batch, token, kv_head = k.stride()[:3] if tables is not None else (k.stride(0), k.stride(2), k.stride(1))
-    K, S = (k.shape[1], k.shape[2]) if tables is None else (k.shape[2], tables.shape[1] * k.shape[1])
     lengths, tables = (None if x is None else x.to(q.device, torch.int32).contiguous() for x in (lengths, tables))
-    ROWS, COLS = (max(16, triton.next_power_of_2(n)) for n in (H // K, Dh))
-    SPLITS, KEYS = triton.next_power_of_2(splits), 256 if INTERPRETED else _keys(COLS * q.element_size())
-    fp32 = dict(dtype=torch.float32, device=q.device)
-    parts, lse = (
-        (torch.empty(B, H, splits, Dh, **fp32), torch.empty(B, H, splits, **fp32)) if splits > 1 else (out, None)
-    )
-    flags = None if phi is None else torch.empty(B, K, splits, dtype=torch.int32, device=q.device)
-    if out.numel():
-        scale = Dh**-0.5 if scale is None else scale
-        args = (q.contiguous(), k, v, tables, lengths, flags, parts, lse, S, K, H // K, Dh, splits, k.shape[1])
-        args += (0 if tables is None else tables.shape[1], scale, phi or 0.0, *bounds, batch, kv_head, token)
-        for unified in (False,) if phi is None else (True, False):
-            _decode_kernel[(splits, K, B)](
-                *args, unified, SPLITS, ROWS, KEYS, COLS, num_warps=8 if ROWS * COLS > 8192 else 4
-            )
-        if splits > 1:
-            warps = min(max(SPLITS * COLS // 2048, 4), 16)
-            _merge_kernel[(B * H,)](parts, lse, out, splits, Dh, SPLITS, COLS, num_warps=warps)
+    SPLITS = triton.next_power_of_2(splits)
+    KEYS = 256 if INTERPRETED else min(max(8192 // (COLS * q.element_size()), 16), 64)  # two stages of k, v: 32 KiB
+    new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
+    parts, lse = (new(B, H, splits, Dh), new(B, H, splits)) if splits > 1 else (out, None)
+    flags = None if phi is None else new(B, K, splits, dtype=torch.int32)
+    in_log2 = (x * LOG2E for x in (Dh**-0.5 if scale is None else scale, phi or 0.0, *bounds))
+    args = (q.contiguous(), k, v, tables, lengths, flags, parts, lse, K, H // K, Dh, splits)
+    args += (1 if tables is None else tables.shape[1], page, *in_log2, *k.stride()[:3])
+    for unified in (False,) if phi is None else (True, False):
+        warps = 4 if ROWS * COLS <= 4096 else 4 * q.element_size()
+        _decode_kernel[(splits, K, B)](*args, unified, SPLITS, ROWS, KEYS, COLS, num_warps=warps)
+    if splits > 1:
+        warps = min(max(SPLITS * COLS // 2048, 4), 16)
+        _merge_kernel[(B * H,)](parts, lse, out, splits, Dh, SPLITS, COLS, num_warps=warps)
     return out, None if flags is None else flags.amax(-1) > 0
 
 
-def _keys(row_bytes: int) -> int:
-    """Keys a tile, so that two stages of k and v fit in 64 KiB."""
-    return min(max((1 << 14) // row_bytes, 16), 64)
-
-
 def _check(q, k, v, splits: int, lengths):
-    B, H, Dh = q.shape if q.ndim == 3 else (-1, -1, -1)
-    if k.ndim != 4 or k.shape != v.shape or k.shape[0] != B or k.shape[-1] != Dh or H % max(k.shape[1], 1):
+    if [q.ndim, k.ndim] != [3, 4] or k.shape != v.shape or q.shape[::2] != k.shape[::3] or q.shape[1] % k.shape[1]:
         raise ValueError(
             "q is [B, H, Dh], k and v are [B, K, S, Dh], and H divides by K: "
             f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
     if splits < 1:
         raise ValueError(f"splits = {splits}, but the keys are cut into 1 or more")
-    check_lengths(lengths, B, k.shape[2])
+    check_lengths(lengths, len(q), k.shape[2])
 
 
 def check_lengths(lengths, B: int, S: int):
@@ -262,17 +242,18 @@ def check_lengths(lengths, B: int, S: int):
         raise ValueError(f"lengths are between 0 and the {S} keys that there is room for, got {lengths.tolist()}")
 
 
+def build(types: str, ROWS: int = 16, KEYS: int = 32, COLS: int = 128, **constants) -> Build:
+    """How _decode_kernel is compiled; types of its pointers up to `flags_ptr`, but for those among the constants."""
+    sizes = {"UNIFIED": False, "SPLITS": 16, "ROWS": ROWS, "KEYS": KEYS, "COLS": COLS}
+    numbers = " *fp32 *fp32 i32 i32 i32 i32 i32 i32 fp32 fp32 fp32 fp32 i32 i32 i32"
+    return Build(_decode_kernel, types + numbers, sizes | constants, num_warps=8 if ROWS > 16 else 4)
+
+
 IMPLS = available({"numpy": flash_decoding_np, "torch": flash_decoding_torch, "triton": flash_decoding_triton})
-_NUMBERS = "*fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 fp32 fp32 fp32 fp32 i32 i32 i32"
-_SIZES = {"tables_ptr": None, "SPLITS": 16, "ROWS": 16, "KEYS": 64, "COLS": 128}
 AOT = [
-    Build(_decode_kernel, "*bf16 *bf16 *bf16 *i32 " + _NUMBERS, {"flags_ptr": None, "UNIFIED": False, **_SIZES}),
-    Build(_decode_kernel, "*bf16 *bf16 *bf16 *i32 *i32 " + _NUMBERS, {"UNIFIED": True, **_SIZES}),
-    Build(
-        _decode_kernel,
-        "*fp32 *fp32 *fp32 *i32 " + _NUMBERS,
-        {"flags_ptr": None, "UNIFIED": False, **_SIZES, "ROWS": 64, "KEYS": 16, "COLS": 256},
-        num_warps=8,
-    ),
+    build("*bf16 *bf16 *bf16 *i32", tables_ptr=None, flags_ptr=None),
+    build("*bf16 *bf16 *bf16 *i32", 64, 16, 256, tables_ptr=None, flags_ptr=None),
+    build("*fp32 *fp32 *fp32 *i32", 16, 16, tables_ptr=None, flags_ptr=None),
+    build("*fp16 *fp16 *fp16 *i32 *i32", tables_ptr=None, UNIFIED=True),
     Build(_merge_kernel, "*fp32 *fp32 *bf16 i32 i32", {"SPLITS": 16, "COLS": 128}),
 ]

@@ -17,7 +17,6 @@ They differ where M ≠ N. `op` computes a piece: PyTorch's fused operator by de
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -39,9 +38,7 @@ class AttentionBias:
         """What to compute, with all queries once and in order."""
         return [(slice(M), slice(N), {})]
 
-    def materialize(
-        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> Tensor:
+    def materialize(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
         """The bias as numbers of this shape, whose last two axes are M and N."""
         hidden = ~self.seen(*shape[-2:]).to(device)
         return torch.zeros(*shape, dtype=dtype, device=device).masked_fill(hidden, -torch.inf)
@@ -68,7 +65,7 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
     bias: Tensor  # broadcastable to [B, H, M, N], M and N written out
 
     def pieces(self, M, N):
-        return [(q, k, {**options, "bias": self.bias[..., q, k]}) for q, k, options in super().pieces(M, N)]
+        return [(q, k, {**how, "bias": self.bias[..., q, k]}) for q, k, how in super().pieces(M, N)]
 
     def materialize(self, shape, dtype=torch.float32, device="cpu"):
         return super().materialize(shape, dtype, device) + self.bias.to(device, dtype)
@@ -128,13 +125,12 @@ class BlockDiagonalMask(AttentionBias):
 
     def pieces(self, M, N):
         self._check(M, N)
-        shift = lambda s, by: slice((s.start or 0) + by, s.stop + by)
-        starts = [pairwise(accumulate(lengths, initial=0)) for lengths in (self.q_seqlens, self.kv_seqlens)]
-        return [
-            (shift(q, a), shift(k, c), options)
-            for (a, b), (c, d) in zip(*starts)
-            for q, k, options in self.block.pieces(b - a, d - c)
-        ]
+        shift = lambda part, by: slice((part.start or 0) + by, part.stop + by)
+        found, q_start, k_start = [], 0, 0
+        for m, n in zip(self.q_seqlens, self.kv_seqlens):
+            found += [(shift(q, q_start), shift(k, k_start), how) for q, k, how in self.block.pieces(m, n)]
+            q_start, k_start = q_start + m, k_start + n
+        return found
 
     def _check(self, M: int, N: int):
         if (sum(self.q_seqlens), sum(self.kv_seqlens)) != (M, N):
@@ -151,14 +147,9 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
 
 
 def memory_efficient_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | AttentionBias | None = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    op: Callable | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | AttentionBias | None = None, p: float = 0.0,
+    scale: float | None = None, op: Callable | None = None,
+) -> Tensor:  # fmt: skip
     """query [B, M, H, K], key and value [B, N, H, K], or one head [B, M, K], or groups [B, M, G, H, K] of heads.
 
     A tensor as bias is broadcastable to [B, H, M, N]. Keys may have fewer heads, where H divides by them. op takes
@@ -174,17 +165,12 @@ def memory_efficient_attention(
         )
     heads = lambda x: (x[:, :, None] if x.ndim == 3 else x.flatten(2, -2)).transpose(1, 2)  # [B, H, M, K]
     q, k, v = heads(query), heads(key), heads(value)
-    M, N = q.shape[2], k.shape[2]
-    if isinstance(attn_bias, Tensor):
-        pieces = [(slice(M), slice(N), {"bias": attn_bias})]
-    else:
-        pieces = (attn_bias or AttentionBias()).pieces(M, N)
     if isinstance(attn_bias, BlockDiagonalMask) and len(q) != 1:
         raise ValueError(f"with a BlockDiagonalMask sequences lie in a batch of 1, got {len(q)}: see from_tensor_list")
-    outs = [
-        (op or _fused)(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale=scale, **options)
-        for rows, keys, options in pieces
-    ]
+    dense = isinstance(attn_bias, Tensor)
+    pieces = (AttentionBias() if dense or attn_bias is None else attn_bias).pieces(q.shape[2], k.shape[2])
+    added, attend = {"bias": attn_bias} if dense else {}, op or _fused
+    outs = [attend(q[:, :, i], k[:, :, j], v[:, :, j], scale=scale, **how, **added) for i, j, how in pieces]
     return torch.cat(outs or [q], 2).transpose(1, 2).reshape(*query.shape[:-1], v.shape[-1])
 
 

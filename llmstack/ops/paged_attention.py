@@ -21,9 +21,9 @@ import torch
 from numpy import ndarray as Array
 from torch import Tensor
 
-from llmstack.ops._triton import Build, available
+from llmstack.ops._triton import available
 from llmstack.ops.attention import attention_np, attention_torch
-from llmstack.ops.flash_decoding import _NUMBERS, _SIZES, _decode_kernel, check_lengths, launch
+from llmstack.ops.flash_decoding import build, check_lengths, launch
 
 
 def paged_attention_np(
@@ -51,14 +51,9 @@ def paged_attention_torch(
 
 
 def paged_attention_triton(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    scale: float | None = None,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor, scale: float | None = None,
     splits: int = 1,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Heads of up to 256 values, at most 128 splits; fp32, fp16 or bf16."""
     _check(q, k_pages, v_pages, tables, lengths)
     return launch(q, k_pages, v_pages, tables, lengths, splits, scale)[0]
@@ -66,8 +61,8 @@ def paged_attention_triton(
 
 def _check(q, k_pages, v_pages, tables, lengths) -> int:
     """The size of a page."""
-    fits = q.ndim == 3 and k_pages.ndim == 4 and k_pages.shape == v_pages.shape and q.shape[2] == k_pages.shape[3]
-    if not fits or q.shape[1] % max(k_pages.shape[2], 1) or tables.ndim != 2 or len(tables) != len(q):
+    fits = [q.ndim, k_pages.ndim, tables.ndim] == [3, 4, 2] and k_pages.shape == v_pages.shape and len(tables) == len(q)
+    if not fits or q.shape[2] != k_pages.shape[3] or q.shape[1] % k_pages.shape[2]:
         raise ValueError(
             "q is [B, H, Dh], k_pages and v_pages are [pages, page, K, Dh], tables [B, max_pages], and H divides by K: "
             f"got q {list(q.shape)}, {list(k_pages.shape)}, {list(v_pages.shape)}, tables {list(tables.shape)}"
@@ -77,7 +72,4 @@ def _check(q, k_pages, v_pages, tables, lengths) -> int:
 
 
 IMPLS = available({"numpy": paged_attention_np, "torch": paged_attention_torch, "triton": paged_attention_triton})
-_PAGED = {name: value for name, value in _SIZES.items() if name != "tables_ptr"} | {"flags_ptr": None, "UNIFIED": False}
-AOT = [
-    Build(_decode_kernel, "*bf16 *bf16 *bf16 *i32 *i32 " + _NUMBERS, _PAGED),
-]
+AOT = [build("*bf16 *bf16 *bf16 *i32 *i32", flags_ptr=None)]

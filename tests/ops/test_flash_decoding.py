@@ -96,6 +96,12 @@ def test_narrow_types(dtype, tolerance):
         )
 
 
+@pytest.mark.parametrize("impl", EACH)
+def test_a_batch_of_none(impl):
+    (out,) = run(IMPLS[impl], impl, *inputs(5, B=0), 2)
+    assert out.shape == (0, 4, 16)
+
+
 def test_cuts_hold_every_key_once():
     for n in (0, 1, 7, 100):
         for splits in (1, 3, 9):
@@ -286,8 +292,11 @@ def test_bad_input(impl):
         with pytest.raises(ValueError, match=r"between 0 and the 8 keys that there is room for, got \[9, 2\]"):
             run(fn, impl, q, k, v, 1, torch.tensor([9, 2]))
     if impl == "triton":
-        for wrong in ((q.double(), k.double(), v.double()), (q, k, v, 129), inputs(4, 300)):
-            with pytest.raises(ValueError, match="at most 128 splits, got .*; use the torch version"):
+        for wrong in ((q.double(), k.double(), v.double()), (q, k.half(), v.half())):
+            with pytest.raises(TypeError, match="the kernel takes all in fp32, fp16 or bf16, got torch.float"):
+                run(fn, impl, *wrong)
+        for wrong in ((q, k, v, 129), inputs(4, 300), inputs(4, 129, H=80, K=1)):
+            with pytest.raises(ValueError, match="at most 256 values a head.*got .* splits; use the torch version"):
                 run(fn, impl, *wrong)
 
 
