@@ -20,9 +20,10 @@ from llmstack.ops.flash.kernel import Call, _begin, _key_range, _load, _scores, 
 @triton.jit
 def _delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, R, Dh, ROWS: tl.constexpr, COLS: tl.constexpr):
     """A program takes ROWS of all R rows, in the order in which they lie."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    out = _load(out_ptr, 0, row, 1, R, Dh, COLS).to(tl.float32)  # [ROWS, COLS]
-    delta = tl.sum(out * _load(dout_ptr, 0, row, 1, R, Dh, COLS).to(tl.float32), axis=1)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = first + tl.arange(0, ROWS)  # [ROWS]
+    out = _load(out_ptr, 0, first, 1, R, Dh, ROWS, COLS).to(tl.float32)  # [ROWS, COLS]
+    delta = tl.sum(out * _load(dout_ptr, 0, first, 1, R, Dh, ROWS, COLS).to(tl.float32), axis=1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row, mask=row < R, other=0.0)
     tl.store(delta_ptr + row, delta, mask=row < R)
@@ -47,8 +48,9 @@ def _flash_keys_kernel(
     if first >= S:
         return
     k_row += g * skh
-    key = first + tl.arange(0, KEYS)  # [KEYS]
-    k, v = _load(k_ptr, k_row, key, skt, S, Dh, COLS), _load(v_ptr, k_row, key, skt, S, Dh, COLS)  # [KEYS, COLS]
+    i, j = tl.arange(0, ROWS), tl.arange(0, KEYS)
+    k = _load(k_ptr, k_row, first, skt, S, Dh, KEYS, COLS)  # [KEYS, COLS]
+    v = _load(v_ptr, k_row, first, skt, S, Dh, KEYS, COLS)
     low, high = 0, T
     if CAUSAL:
         low = tl.maximum(first - (S - T), 0) // ROWS * ROWS
@@ -58,19 +60,18 @@ def _flash_keys_kernel(
     for head in range(0, G):
         h = g * G + head
         for start in range(low, high, ROWS):
-            row = start + tl.arange(0, ROWS)  # [ROWS]
-            q = _load(q_ptr, q_row + h * sqh, row, sqt, T, Dh, COLS)  # [ROWS, COLS]
-            dout = _load(dout_ptr, q_row + h * sqh, row, sqt, T, Dh, COLS)
-            at = q_row + h * sqh + row.to(tl.int64) * sqt
-            s = _scores(k, q, row[None, :], key[:, None], b, h, T, S, scale,
+            q = _load(q_ptr, q_row + h * sqh, start, sqt, T, Dh, ROWS, COLS)  # [ROWS, COLS]
+            dout = _load(dout_ptr, q_row + h * sqh, start, sqt, T, Dh, ROWS, COLS)
+            at = q_row + h * sqh + start * sqt + i * sqt  # [ROWS]
+            s = _scores(k, q, i[None, :], j[:, None], start, first, b, h, T, S, scale,
                         bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL)  # fmt: skip
-            p = tl.exp2(s - _log_sum2(lse_ptr, at, row < T)[None, :])  # [KEYS, ROWS]
+            p = tl.exp2(s - _log_sum2(lse_ptr, at, i < T - start)[None, :])  # [KEYS, ROWS]
             dv += tl.dot(p.to(v.dtype), dout, input_precision="ieee")
-            delta = tl.load(delta_ptr + at, mask=row < T, other=0.0)
+            delta = tl.load(delta_ptr + at, mask=i < T - start, other=0.0)
             ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
             dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee")
-    _store(dk_ptr, k_row, key, skt, S, Dh, dk * scale, COLS)
-    _store(dv_ptr, k_row, key, skt, S, Dh, dv, COLS)
+    _store(dk_ptr, k_row, first, skt, S, Dh, dk * scale, KEYS, COLS)
+    _store(dv_ptr, k_row, first, skt, S, Dh, dv, KEYS, COLS)
 
 
 @triton.jit
@@ -85,24 +86,25 @@ def _flash_queries_kernel(
     if first >= T:
         return
     q_row, k_row = q_row + h * sqh, k_row + h // G * skh
-    row = first + tl.arange(0, ROWS)  # [ROWS]
-    q, dout = _load(q_ptr, q_row, row, sqt, T, Dh, COLS), _load(dout_ptr, q_row, row, sqt, T, Dh, COLS)
-    at = q_row + row.to(tl.int64) * sqt
-    lse, delta = _log_sum2(lse_ptr, at, row < T), tl.load(delta_ptr + at, mask=row < T, other=0.0)
+    i, j = tl.arange(0, ROWS), tl.arange(0, KEYS)
+    q = _load(q_ptr, q_row, first, sqt, T, Dh, ROWS, COLS)  # [ROWS, COLS]
+    dout = _load(dout_ptr, q_row, first, sqt, T, Dh, ROWS, COLS)
+    at = q_row + first * sqt + i * sqt  # [ROWS]
+    lse, delta = _log_sum2(lse_ptr, at, i < T - first), tl.load(delta_ptr + at, mask=i < T - first, other=0.0)
     low, high = _key_range(first, T, S, window, CAUSAL, ROWS, KEYS)
     dq = tl.zeros([ROWS, COLS], tl.float32)
     for start in range(low, high, KEYS):
-        key = start + tl.arange(0, KEYS)  # [KEYS]
-        k, v = _load(k_ptr, k_row, key, skt, S, Dh, COLS), _load(v_ptr, k_row, key, skt, S, Dh, COLS)
-        s = _scores(q, k, row[:, None], key[None, :], b, h, T, S, scale,
+        k = _load(k_ptr, k_row, start, skt, S, Dh, KEYS, COLS)  # [KEYS, COLS]
+        v = _load(v_ptr, k_row, start, skt, S, Dh, KEYS, COLS)
+        s = _scores(q, k, i[:, None], j[None, :], first, start, b, h, T, S, scale,
                     bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL)  # fmt: skip
         p = tl.exp2(s - lse[:, None])  # [ROWS, KEYS]
         ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
         dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
         if dbias_ptr is not None:
-            to = dbias_ptr + ((b * H + h) * T + row[:, None]) * S + key[None, :]
-            tl.store(to, ds.to(dbias_ptr.dtype.element_ty), mask=(row < T)[:, None] & (key < S)[None, :])
-    _store(dq_ptr, q_row, row, sqt, T, Dh, dq * scale, COLS)
+            to = dbias_ptr + (((b * H + h) * T + first) * S + start) + (i[:, None] * S + j[None, :])
+            tl.store(to, ds.to(dbias_ptr.dtype.element_ty), mask=(i[:, None] < T - first) & (j[None, :] < S - start))
+    _store(dq_ptr, q_row, first, sqt, T, Dh, dq * scale, ROWS, COLS)
 
 
 def backward(call: Call, out, lse, dout, dlse=None, of_bias: bool = False) -> tuple[torch.Tensor | None, ...]:
@@ -112,26 +114,29 @@ def backward(call: Call, out, lse, dout, dlse=None, of_bias: bool = False) -> tu
     dbias = torch.zeros(call.bias.shape, dtype=call.bias.dtype, device=out.device) if of_bias else None
     if not dq.numel() or not dk.numel():
         return dq.zero_(), dk.zero_(), dv.zero_(), dbias
-    R, blocks = lse.numel(), lambda length, size: triton.cdiv(length, tiles[size])
     dlse = None if dlse is None else like(dlse, lse)
-    _delta_kernel[blocks(R, "ROWS"),](like(out, call.q), dout, dlse, delta, R, call.Dh, tiles["ROWS"], tiles["COLS"])
+    rows, R = {name: tiles[name] for name in ("ROWS", "COLS")}, lse.numel()
+    _delta_kernel[triton.cdiv(R, tiles["ROWS"]),](like(out, call.q), dout, dlse, delta, R, call.Dh, **rows)
     tensors = call.q, call.k, call.v, call.bias, call.alibi, call.cu, dout, lse, delta
-    options = dict(CAUSAL=call.causal, **tiles)
-    _flash_keys_kernel[blocks(call.S, "KEYS"), call.B * call.K](*tensors, dk, dv, *call.sizes, **options)
-    _flash_queries_kernel[blocks(call.T, "ROWS"), call.B * call.H](*tensors, dq, dbias, *call.sizes, **options)
+    grid = triton.cdiv(call.T, tiles["ROWS"]), call.B * call.H
+    _flash_queries_kernel[grid](*tensors, dq, dbias, *call.sizes, CAUSAL=call.causal, **tiles)
+    tiles = call.tiles(OWN_KEYS)
+    grid = triton.cdiv(call.S, tiles["KEYS"]), call.B * call.K
+    _flash_keys_kernel[grid](*tensors, dk, dv, *call.sizes, CAUSAL=call.causal, **tiles)
     return dq, dk, dv, dbias
 
 
-TILES = {  # (width of a head at least, bytes of a value): ROWS, KEYS, warps, stages
-    (64, 2): (64, 64, 8, 2),
-    (128, 2): (64, 64, 8, 1),
-    (256, 2): (32, 32, 8, 1),
-    (64, 4): (32, 32, 4, 1),
-    (128, 4): (32, 32, 8, 1),
-    (256, 4): (16, 16, 8, 1),
+TILES = {  # (width of a head at least, bytes of a value): rows that a program owns, rows that go by, warps, stages
+    (64, 2): (64, 32, 4, 1),
+    (128, 2): (64, 32, 8, 1),
+    (256, 2): (32, 16, 4, 1),
+    (64, 4): (32, 32, 8, 1),
+    (128, 4): (32, 16, 4, 1),
+    (256, 4): (16, 16, 4, 1),
 }
+OWN_KEYS = {at: (by, own, *rest) for at, (own, by, *rest) in TILES.items()}
 AOT = [
     *(Build(_delta_kernel, f"{t} {t} *fp32 *fp32 i32 i32", {"ROWS": 64, "COLS": 128}) for t in ("*bf16", "*fp32")),
-    *builds(_flash_keys_kernel, "T *fp32 *fp32 T T", TILES),
+    *builds(_flash_keys_kernel, "T *fp32 *fp32 T T", OWN_KEYS),
     *builds(_flash_queries_kernel, "T *fp32 *fp32 T ?", TILES),
 ]

@@ -28,18 +28,18 @@ def _begin(cu_ptr, heads, T, S, sqb, sqt, skb, skt):
 
 
 @triton.jit
-def _load(ptr, base, row, stride, length, Dh, COLS: tl.constexpr):
-    """Rows of Dh values as [rows, COLS], zeros beyond the length and the width."""
-    col = tl.arange(0, COLS)[None, :]  # [1, COLS]
-    at = (base + row.to(tl.int64) * stride)[:, None] * Dh + col
-    return tl.load(ptr + at, mask=(row < length)[:, None] & (col < Dh), other=0.0)
+def _load(ptr, base, first, stride, length, Dh, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """ROWS rows of Dh values from the first on, as [ROWS, COLS]; zeros beyond the length and the width."""
+    row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]  # [ROWS, 1], [1, COLS]
+    start = ptr + (base + first * stride) * Dh  # one wide address for all, so that offsets need 32 bits
+    return tl.load(start + (row * stride * Dh + col), mask=(first + row < length) & (col < Dh), other=0.0)
 
 
 @triton.jit
-def _store(ptr, base, row, stride, length, Dh, tile, COLS: tl.constexpr):
-    col = tl.arange(0, COLS)[None, :]  # [1, COLS]
-    at = (base + row.to(tl.int64) * stride)[:, None] * Dh + col
-    tl.store(ptr + at, tile.to(ptr.dtype.element_ty), mask=(row < length)[:, None] & (col < Dh))
+def _store(ptr, base, first, stride, length, Dh, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]  # [ROWS, 1], [1, COLS]
+    at = ptr + (base + first * stride) * Dh + (row * stride * Dh + col)
+    tl.store(at, tile.to(ptr.dtype.element_ty), mask=(first + row < length) & (col < Dh))
 
 
 @triton.jit
@@ -53,16 +53,18 @@ def _key_range(first, T, S, window, CAUSAL: tl.constexpr, ROWS: tl.constexpr, KE
 
 
 @triton.jit
-def _scores(x, y, row, key, b, h, T, S, scale, bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL: tl.constexpr):
-    """x yᵀ as scores in log₂, −∞ where row may not see key: [ROWS, KEYS], or its transpose by the shapes given."""
+def _scores(
+    x, y, i, j, row, key, b, h, T, S, scale, bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL: tl.constexpr
+):  # fmt: skip
+    """x yᵀ as scores in log₂, −∞ where row + i may not see key + j: [ROWS, KEYS], or transposed, as i and j are."""
     s = tl.dot(x, tl.trans(y), input_precision="ieee") * (scale * 1.4426950408889634)
-    away = row + (S - T) - key
-    seen = (row < T) & (key < S)
+    away = row + (S - T) - key + i - j
+    seen = (i < T - row) & (j < S - key)
     if CAUSAL:
         seen = seen & (away >= 0) & (away < window)
     if bias_ptr is not None:
-        at = b * sbb + h * sbh + row.to(tl.int64) * sbt + key.to(tl.int64) * sbs
-        s += tl.load(bias_ptr + at, mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634
+        start = bias_ptr + (b * sbb + h * sbh + tl.cast(row, tl.int64) * sbt + tl.cast(key, tl.int64) * sbs)
+        s += tl.load(start + (i * sbt + j * sbs), mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634
     if alibi_ptr is not None:
         s -= tl.load(alibi_ptr + h) * 1.4426950408889634 * tl.abs(away)
     return tl.where(seen, s, -float("inf"))
@@ -80,28 +82,27 @@ def _flash_kernel(
     if first >= T:
         return
     q_row, k_row = q_row + h * sqh, k_row + h // G * skh
-    row = first + tl.arange(0, ROWS)  # [ROWS]
-    q = _load(q_ptr, q_row, row, sqt, T, Dh, COLS)  # [ROWS, COLS]
+    i, j = tl.arange(0, ROWS), tl.arange(0, KEYS)
+    q = _load(q_ptr, q_row, first, sqt, T, Dh, ROWS, COLS)  # [ROWS, COLS]
     m = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLS], tl.float32)
     low, high = _key_range(first, T, S, window, CAUSAL, ROWS, KEYS)
     for start in range(low, high, KEYS):
-        key = start + tl.arange(0, KEYS)  # [KEYS]
-        k = _load(k_ptr, k_row, key, skt, S, Dh, COLS)  # [KEYS, COLS]
-        s = _scores(q, k, row[:, None], key[None, :], b, h, T, S, scale,
+        k = _load(k_ptr, k_row, start, skt, S, Dh, KEYS, COLS)  # [KEYS, COLS]
+        s = _scores(q, k, i[:, None], j[None, :], first, start, b, h, T, S, scale,
                     bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL)  # fmt: skip
         new = tl.maximum(m, tl.max(s, axis=1))
         shift = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen no key yet stays at −∞
         p = tl.exp2(s - shift[:, None])  # [ROWS, KEYS]
         shrink = tl.exp2(m - shift)
-        v = _load(v_ptr, k_row, key, skt, S, Dh, COLS)
+        v = _load(v_ptr, k_row, start, skt, S, Dh, KEYS, COLS)
         total = total * shrink + tl.sum(p, axis=1)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         m = new
     served = tl.where(total == 0.0, 1.0, total)
-    _store(out_ptr, q_row, row, sqt, T, Dh, acc / served[:, None], COLS)
-    tl.store(lse_ptr + q_row + row.to(tl.int64) * sqt, (m + tl.log2(served)) * 0.6931471805599453, mask=row < T)
+    _store(out_ptr, q_row, first, sqt, T, Dh, acc / served[:, None], ROWS, COLS)
+    tl.store(lse_ptr + q_row + first * sqt + i * sqt, (m + tl.log2(served)) * 0.6931471805599453, mask=first + i < T)
 
 
 class Call:
@@ -130,8 +131,11 @@ class Call:
 
     def tiles(self, table: dict) -> dict:
         COLS = max(16, triton.next_power_of_2(self.Dh))
-        tile = (128, 128, 4, 1) if INTERPRETED else table[max(COLS, 64), self.q.dtype.itemsize]
-        return dict(zip(("ROWS", "KEYS", "num_warps", "num_stages"), tile)) | {"COLS": COLS}
+        tile = table[max(COLS, 64), self.q.dtype.itemsize]
+        rows, keys, warps, stages = (
+            (128, 128, 4, 1) if INTERPRETED else halved(*tile) if self.bias is not None else tile
+        )
+        return dict(ROWS=rows, KEYS=keys, COLS=COLS, num_warps=warps, num_stages=stages)
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,26 +177,34 @@ def _check(q, k, v, bias, causal, window, alibi, packed):
         )
 
 
+def halved(rows: int, keys: int, warps: int, stages: int) -> tuple[int, ...]:
+    """The tile of a call with a bias, whose own tile takes registers too."""
+    return max(rows // 2, 16), max(keys // 2, 16), warps, stages
+
+
 def builds(kernel, outputs: str, table: dict) -> list[Build]:
-    """Causal at every width and dtype of a table, and once with all options. T is q's type, ? that of an option."""
-    options = ["bias_ptr", "alibi_ptr", "cu_ptr", *["dbias_ptr"] * ("?" in outputs)]
+    """Causal at every width and dtype of a table, once with bias and slopes, once packed. T: q's type, ?: dbias's."""
 
-    def build(width: int, size: int, bare: bool = True) -> Build:
-        rows, keys, warps, stages = table[width, size]
-        pointers = f"T T T {outputs}".replace("?", "") if bare else f"T T T T *fp32 *i32 {outputs}".replace("?", "T")
-        types = f"{pointers} {'i32 ' * 6} fp32 {'i32 ' * 10}".replace("T", {2: "*bf16", 4: "*fp32"}[size])
-        constants = dict.fromkeys(options if bare else ()) | dict(CAUSAL=True, ROWS=rows, KEYS=keys, COLS=width)
-        return Build(kernel, types, constants, warps, stages)
+    def build(width: int, size: int, given: tuple = ()) -> Build:
+        tile = table[width, size]
+        rows, keys, warps, stages = halved(*tile) if "bias_ptr" in given else tile
+        known = OPTIONS | ({"dbias_ptr": ""} if "?" in outputs else {})
+        options = " ".join(OPTIONS[name] for name in given if name in OPTIONS)
+        types = f"T T T {options} {outputs} {'i32 ' * 6} fp32 {'i32 ' * 10}".replace("?", "T" * ("dbias_ptr" in given))
+        constants = {n: None for n in known if n not in given} | dict(CAUSAL=True, ROWS=rows, KEYS=keys, COLS=width)
+        return Build(kernel, types.replace("T", {2: "*bf16", 4: "*fp32"}[size]), constants, warps, stages)
 
-    return [*(build(*key) for key in table), build(64, 2, bare=False)]
+    given = ("bias_ptr", "alibi_ptr", "dbias_ptr"), ("cu_ptr",)
+    return [*(build(*key) for key in table), *(build(64, 2, g) for g in given)]
 
 
+OPTIONS = {"bias_ptr": "T", "alibi_ptr": "*fp32", "cu_ptr": "*i32"}
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 TILES = {  # (width of a head at least, bytes of a value): ROWS, KEYS, warps, stages
     (64, 2): (128, 64, 8, 2),
-    (128, 2): (128, 64, 8, 2),
+    (128, 2): (128, 32, 8, 2),
     (256, 2): (64, 32, 8, 2),
-    (64, 4): (64, 32, 4, 2),
+    (64, 4): (64, 32, 8, 1),
     (128, 4): (32, 32, 8, 1),
     (256, 4): (32, 16, 8, 1),
 }
