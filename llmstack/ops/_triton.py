@@ -15,7 +15,7 @@ import torch
 if not any(Path(p).exists() for p in ("/proc/driver/nvidia/version", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-__all__ = ["HAVE_TRITON", "INTERPRETED", "Build", "available", "row_tile", "rows_of", "tl", "triton"]
+__all__ = ["HAVE_TRITON", "INTERPRETED", "Build", "available", "interpreter", "row_tile", "rows_of", "tl", "triton"]
 
 
 class _Absent:
@@ -39,10 +39,11 @@ class _Absent:
 try:
     import triton
     import triton.language as tl
+    from triton.runtime import interpreter
 
     HAVE_TRITON = True
 except ImportError:
-    triton = tl = _Absent()
+    triton = tl = interpreter = _Absent()
     HAVE_TRITON = False
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from llmstack.ops._triton import HAVE_TRITON, INTERPRETED
+from llmstack.ops._triton import HAVE_TRITON, INTERPRETED, interpreter
 
 Access = namedtuple("Access", "kernel argument way dtype")  # way: "load" or "store"
 
@@ -55,8 +55,6 @@ def counting() -> Iterator[Moved]:
     """Counts the kernels launched inside. Raises RuntimeError where kernels do not run in the interpreter."""
     if not (HAVE_TRITON and INTERPRETED):
         raise RuntimeError("bytes are counted in Triton's interpreter: install Triton, and set TRITON_INTERPRET=1")
-    from triton.runtime import interpreter
-
     builder, moved, launch = interpreter.interpreter_builder, Moved(), {}
     loads, stores = builder.create_masked_load, builder.create_masked_store
     swap, update, begin = builder.create_atomic_cas, builder.create_atomic_rmw, interpreter.GridExecutor._init_args_hst
