@@ -31,6 +31,7 @@ from llmstack.ops.glu import swiglu_np, swiglu_torch
 
 GROUP = 8
 KINDS = ("gemv", "flat", "gemm")
+SIDE = {2: 128, 4: 64}  # of a tile on a GPU, by bytes of a value: three stages 32 deep fit 64 KiB of shared memory
 ONE_PASS = (2, 65)  # M1, M2 where each kernel reads w once: gemv for a row, flat for 64
 
 
@@ -67,8 +68,7 @@ def grouped_np(tiles_m: int, tiles_n: int, group: int = GROUP) -> list[tuple[int
 
 def wave_strips(tiles_m: int, tiles_n: int, group: int, wave: int) -> int:
     """Strips of A and B that the first `wave` programs need between them."""
-    tiles = grouped_np(tiles_m, tiles_n, group)[:wave]
-    return len({m for m, _ in tiles}) + len({n for _, n in tiles})
+    return sum(len(set(sides)) for sides in zip(*grouped_np(tiles_m, tiles_n, group)[:wave]))
 
 
 def matmul_bytes(M: int, N: int, K: int, tile: tuple[int, ...], value_bytes: int = 2) -> tuple[int, int]:
@@ -80,10 +80,6 @@ def ffn_np(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) ->
     return swiglu_np(x @ gate, x @ up) @ down
 
 
-def gemv_np(w: np.ndarray, x: np.ndarray) -> np.ndarray:
-    return w @ x  # [N]
-
-
 def matmul_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     _check(a, b)
     return a @ b
@@ -93,8 +89,7 @@ def ffn_torch(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch
     return swiglu_torch(x @ gate, x @ up) @ down
 
 
-def gemv_torch(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return w @ x
+gemv_np, gemv_torch = np.matmul, torch.mv  # (w [N, K], x [K]) -> y [N]
 
 
 @triton.jit
@@ -146,7 +141,8 @@ def _gemv_kernel(w_ptr, x_ptr, y_ptr, N, K, stride_w, ROWS: tl.constexpr, COLS: 
 
 def matmul_triton(a: torch.Tensor, b: torch.Tensor, tile: tuple[int, int, int] = ()) -> torch.Tensor:
     """Any strides (pass w.T for a weight [out, in]); fp32, fp16 or bf16. tile: powers of two, 16 or more."""
-    return _launch(a, b, None, tile or ((128, 128, 128) if INTERPRETED else _tile(a.element_size())))
+    side = 128 if INTERPRETED else SIDE.get(a.element_size(), 64)
+    return _launch(a, b, None, tile or (side, side, 128 if INTERPRETED else 32))
 
 
 def matmul_triton_backward(dc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +153,7 @@ def gated_triton(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch
     """silu(x gate) ⊙ x up [M, F], x [M, K], gate and up [K, F], in one kernel: nMF written, x read once for both."""
     if gate.shape != up.shape:
         raise ValueError(f"gate and up have one shape [K, F], got {list(gate.shape)} and {list(up.shape)}")
-    return _launch(x, gate, up, (128, 128, 128) if INTERPRETED else (*_tile(x.element_size())[:1], 64, 32))
+    return _launch(x, gate, up, (128, 128, 128) if INTERPRETED else (SIDE.get(x.element_size(), 64), 64, 32))
 
 
 def ffn_triton(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -217,11 +213,6 @@ def _kind(M: int, m1: int, m2: int) -> str:
     return KINDS[(M >= m1) + (M >= m2)]
 
 
-def _tile(value_bytes: int) -> tuple[int, int, int]:
-    """BM, BN, BK on a GPU: a wider value gets a smaller tile, so that three stages fit 64 KiB of shared memory."""
-    return (128, 128, 32) if value_bytes == 2 else (64, 64, 32)
-
-
 def _launch(a, b, up, tile: tuple[int, int, int], flip: bool = False) -> torch.Tensor:
     """C, as it is or (flip) the transpose of a contiguous matrix."""
     _check(a, b)
@@ -230,8 +221,7 @@ def _launch(a, b, up, tile: tuple[int, int, int], flip: bool = False) -> torch.T
         b, up = b.contiguous(), up.contiguous()
     gated = up is not None
     a, b, up = _ready(a, b, up if gated else b)
-    c = torch.empty((N, M) if flip else (M, N), dtype=a.dtype, device=a.device)
-    c = c.T if flip else c
+    c = a.new_empty(N, M).T if flip else a.new_empty(M, N)
     if c.numel():
         grid = (triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1]),)
         strides = (*a.stride(), *b.stride(), *c.stride())
@@ -241,10 +231,10 @@ def _launch(a, b, up, tile: tuple[int, int, int], flip: bool = False) -> torch.T
 
 
 def _ready(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    for t in tensors:
-        if t.dtype not in (torch.float32, torch.float16, torch.bfloat16) or t.dtype != tensors[0].dtype:
-            raise TypeError(f"kernels multiply fp32, fp16 or bf16, all of one dtype, got {[t.dtype for t in tensors]}")
-    wide = INTERPRETED and tensors[0].dtype == torch.bfloat16  # which the interpreter multiplies wrongly
+    dtypes = [t.dtype for t in tensors]
+    if dtypes[0] not in (torch.float32, torch.float16, torch.bfloat16) or len(set(dtypes)) > 1:
+        raise TypeError(f"kernels multiply fp32, fp16 or bf16, all of one dtype, got {dtypes}")
+    wide = INTERPRETED and dtypes[0] == torch.bfloat16  # which the interpreter multiplies wrongly
     return [t.float() if wide else t for t in tensors]
 
 
