@@ -57,6 +57,8 @@ NUMPY = SimpleNamespace(exp=np.exp, log=np.log, sqrt=np.sqrt, abs=np.abs, sigmoi
 VIEWS = {"view", "reshape", "transpose", "unflatten", "flatten", "split", "chunk", "permute", "unsqueeze", "squeeze"}
 VIEWS |= {"expand", "getitem", "getattr", "t", "size", "detach"}
 
+DEFAULT = "triton" if HAVE_TRITON else "numpy"
+
 HEAD = """\
 @triton.jit
 def {name}({inputs}, y_ptr, R, D, ROWS: tl.constexpr, COLS: tl.constexpr):
@@ -133,7 +135,7 @@ def chains(graph: fx.GraphModule, apart: bool = False) -> list[list[fx.Node]]:
             group[node] = home if joins else []
             group[node].append(node)
     unique = {id(nodes): nodes[::-1] for nodes in group.values()}
-    return [nodes for nodes in reversed(unique.values())]
+    return list(reversed(unique.values()))
 
 
 class Pointwise(nn.Module):
@@ -190,13 +192,8 @@ class Pointwise(nn.Module):
             self.kernel[grid](*(x.contiguous() for x in tensors), y, R, D, ROWS, COLS, num_warps=8)
         return y
 
-    def extra_repr(self) -> str:
-        return self.source
 
-
-def fuse(
-    graph: fx.GraphModule, impl: str = "triton" if HAVE_TRITON else "numpy", apart: bool = False
-) -> list[Pointwise]:
+def fuse(graph: fx.GraphModule, impl: str = DEFAULT, apart: bool = False) -> list[Pointwise]:
     """Replaces each chain of the graph, in place, by one kernel; apart: each operation by a kernel of its own, to
     compare with. Raises ValueError on another impl than "triton" and "numpy"."""
     if impl not in ("triton", "numpy"):
@@ -229,7 +226,7 @@ class Stack(nn.Module):
 def stack(model: Decoder, ids: Tensor, joined: bool = True) -> tuple[fx.GraphModule, Tensor]:
     """The blocks of a decoder, captured, and the hidden states [B, T, D] of ids that go in; joined: with one product
     for q, k and v. Rewritten and fused this is DeepSpeed Inference's block (Aminabadi et al. 2022, arXiv:2207.00032,
-    section 3.1): fused regions around the matmuls, for inference alone."""
+    section III.B): fused regions around the matmuls, for inference alone."""
     now, positions = prepare(model.config, ids, None, None)
     blocks = deepcopy(model.blocks)
     for block in blocks if joined else ():

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -35,11 +36,14 @@ from llmstack.ops.rmsnorm import rmsnorm_torch
 
 
 class Pattern:
-    """Unfused code, the fused operation by implementation (same arguments, same results) and when it may stand in."""
+    """Unfused code, the fused operation by implementation (`to` gives it the arguments of the code) and what fits."""
 
-    def __init__(self, code: Callable, impls: dict[str, Callable], fits: Callable[..., bool]):
+    def __init__(
+        self, code: Callable, impls: dict[str, Callable], fits: Callable[..., bool], to: Callable | None = None
+    ):
         graph = Tracer().trace(code)
-        self.code, self.impls, self.fits = code, impls, fits
+        self.code, self.fits = code, fits
+        self.impls = {impl: to(fn) if to else partial(fn) for impl, fn in impls.items()}
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         results = next(node for node in graph.nodes if node.op == "output").args[0]
         self.several = isinstance(results, tuple)
@@ -77,11 +81,9 @@ def match(graph: fx.GraphModule, node: fx.Node, name: str, pattern: Pattern) -> 
 
 def _bind(p: Any, n: Any, bound: dict) -> Iterator[dict]:
     """The ways in which pattern value p can be graph value n, given what is bound."""
-    if not isinstance(p, fx.Node):
-        if type(p) is type(n) and p == n:
-            yield bound
-    elif p in bound:
-        if bound[p] is n or not isinstance(n, fx.Node) and type(n) is type(bound[p]) and n == bound[p]:
+    known = bound.get(p) if isinstance(p, fx.Node) else p
+    if p in bound or not isinstance(p, fx.Node):
+        if known is n or type(known) is type(n) is not fx.Node and known == n:
             yield bound
     elif p.op == "placeholder":
         yield bound | {p: n}
@@ -176,27 +178,19 @@ def _bias_fits(x, b) -> bool:
     return _floats(x, b) and len(shape(x)) > 1 and shape(b) == shape(x)[-1:]
 
 
-def _attention_fits(q, k, v, scale) -> bool:
-    return _whole_fits(q, k, v, scale, False) and shape(q)[1] == shape(k)[1] and isinstance(scale, float | int)
+def _gate_fits(gate, up) -> bool:
+    return _floats(gate, up) and shape(gate) == shape(up)
 
 
-def _whole_fits(q, k, v, scale, causal) -> bool:
+def _scores_fit(q, k, v, scale) -> bool:
+    return _heads_fit(q, k, v, scale, False) and shape(q)[1] == shape(k)[1] and isinstance(scale, float | int)
+
+
+def _heads_fit(q, k, v, scale, causal) -> bool:
     if not (_floats(q, k, v) and len(shape(q)) == len(shape(k)) == 4 and shape(k) == shape(v)):
         return False
     (B, H, _, Dh), (batch, K, _, width) = shape(q), shape(k)
     return (B, Dh) == (batch, width) and H % K == 0 and Dh <= 256 and isinstance(causal, bool)
-
-
-def _loss_fits(x, w, targets, ignore_index, reduction) -> bool:
-    return _floats(x, w) and shape(targets) == shape(x)[:-1] and isinstance(ignore_index, int)
-
-
-def _each(impls: dict[str, Callable], name: str, wrap: Callable) -> dict[str, Callable]:
-    """The torch and Triton versions of a fused operation behind the arguments of a pattern."""
-    wrapped = {impl: wrap(fn) for impl, fn in impls.items() if impl != "numpy"}
-    for impl, fn in wrapped.items():
-        fn.__name__ = f"{name}_{impl}"  # what the graph's code calls it
-    return wrapped
 
 
 def _add_layernorm(x, r, g, b, eps):
@@ -216,42 +210,36 @@ def _attention(prepare: Callable) -> Callable:
 PATTERNS = {
     "add + RMSNorm": Pattern(
         _add_rmsnorm,
-        _each(fused.ADD_NORM, "add_rmsnorm", lambda f: lambda x, r, g, eps: f(x, r, g, None, eps, "rmsnorm")),
+        fused.ADD_NORM,
         lambda x, r, g, eps: _norm_fits(x, r, g, None, eps),
+        lambda f: lambda x, r, g, eps: f(x, r, g, None, eps),
     ),
     "add + LayerNorm": Pattern(
         _add_layernorm,
-        _each(fused.ADD_NORM, "add_layernorm", lambda f: lambda x, r, g, b, eps: f(x, r, g, b, eps, "layernorm")),
+        fused.ADD_NORM,
         _norm_fits,
+        lambda f: lambda x, r, g, b, eps: f(x, r, g, b, eps, "layernorm"),
     ),
-    "bias + GELU": Pattern(
-        lambda x, b: F.gelu(x + b), _each(fused.BIAS_GELU, "bias_gelu", lambda f: lambda x, b: f(x, b)), _bias_fits
-    ),
-    "SwiGLU": Pattern(
-        lambda gate, up: F.silu(gate) * up,
-        _each(SWIGLU, "swiglu", lambda f: lambda gate, up: f(gate, up)),
-        lambda gate, up: _floats(gate, up) and shape(gate) == shape(up),
-    ),
+    "bias + GELU": Pattern(lambda x, b: F.gelu(x + b), fused.BIAS_GELU, _bias_fits),
+    "SwiGLU": Pattern(lambda gate, up: F.silu(gate) * up, SWIGLU, _gate_fits),
     "attention": Pattern(
-        _attention(operator.mul),
-        _each(FLASH, "attention", lambda f: lambda q, k, v, scale: f(q, k, v, scale=scale)),
-        _attention_fits,
+        _attention(operator.mul), FLASH, _scores_fit, lambda f: lambda q, k, v, c: f(q, k, v, scale=c)
     ),
     "attention, divided": Pattern(
-        _attention(operator.truediv),
-        _each(FLASH, "attention_divided", lambda f: lambda q, k, v, scale: f(q, k, v, scale=1 / scale)),
-        _attention_fits,
+        _attention(operator.truediv), FLASH, _scores_fit, lambda f: lambda q, k, v, c: f(q, k, v, scale=1 / c)
     ),
     "attention, whole": Pattern(
         lambda q, k, v, scale, causal: attention_torch(q, k, v, None, None, scale, causal),
-        _each(FLASH, "attention_whole", lambda f: lambda q, k, v, scale, causal: f(q, k, v, causal, scale=scale)),
-        _whole_fits,
+        FLASH,
+        _heads_fit,
+        lambda f: lambda q, k, v, scale, causal: f(q, k, v, causal, scale=scale),
     ),
     "linear + cross-entropy": Pattern(
-        lambda x, w, targets, ignore_index, reduction: cross_entropy_torch(
-            F.linear(x, w), targets, ignore_index, reduction
-        ),
-        _each(fused.LINEAR_CROSS_ENTROPY, "linear_cross_entropy", lambda f: lambda *args: f(*args)),
-        _loss_fits,
+        lambda x, w, ids, ignore, mean: cross_entropy_torch(F.linear(x, w), ids, ignore, mean),
+        fused.LINEAR_CROSS_ENTROPY,
+        lambda x, w, ids, ignore, mean: _floats(x, w) and shape(ids) == shape(x)[:-1],
     ),
 }
+for _name, _pattern in PATTERNS.items():
+    for _impl, _fn in _pattern.impls.items():
+        _fn.__name__ = f"{_name.replace(' + ', '_').replace(', ', '_').replace('-', '_').lower()}_{_impl}"

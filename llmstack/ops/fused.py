@@ -4,7 +4,7 @@
     bias_gelu              y = gelu(x + b)                 x, y [..., F]   b [F]
     linear_cross_entropy   cross_entropy(x Wᵀ, targets)    x [..., D]   W [V, D]   targets [...] integers
 
-The first two close a matmul in every block (DeepSpeed Inference, Aminabadi et al. 2022, arXiv:2207.00032, section 3.1).
+The first two surround the matmuls of a block (DeepSpeed Inference, Aminabadi et al. 2022, arXiv:2207.00032, III.B).
 The third goes over the vocabulary in blocks with a running maximum and sum, so logits [R, V] exist nowhere (Wijmans et
 al. 2024, arXiv:2411.09009); Liger Kernel (Hsu et al. 2024, arXiv:2410.10989) goes over the rows instead. Backward makes
 a chunk of the logits again from what each row left, its maximum m and log Σ exp(z − m):

@@ -21,6 +21,13 @@ from llmstack.ops._triton import HAVE_TRITON, INTERPRETED, interpreter
 
 Access = namedtuple("Access", "kernel argument way dtype")  # way: "load" or "store"
 
+ACCESSES = {  # what the interpreter calls: where its pointers and its mask stand, and what they do
+    "create_masked_load": (0, 1, "load"),
+    "create_masked_store": (0, 2, "store"),
+    "create_atomic_cas": (0, None, "load", "store"),
+    "create_atomic_rmw": (1, 3, "load", "store"),
+}
+
 
 @dataclass
 class Moved:
@@ -56,11 +63,11 @@ def counting() -> Iterator[Moved]:
     if not (HAVE_TRITON and INTERPRETED):
         raise RuntimeError("bytes are counted in Triton's interpreter: install Triton, and set TRITON_INTERPRET=1")
     builder, moved, launch = interpreter.interpreter_builder, Moved(), {}
-    loads, stores = builder.create_masked_load, builder.create_masked_store
-    swap, update, begin = builder.create_atomic_cas, builder.create_atomic_rmw, interpreter.GridExecutor._init_args_hst
+    begin = interpreter.GridExecutor._init_args_hst
 
-    def count(pointers, mask, *ways):
-        lanes = pointers.data if mask is None else pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+    def count(pointers, mask, ways):
+        mask = True if mask is None else np.broadcast_to(mask.data, pointers.data.shape)
+        lanes = pointers.data[mask]
         if lanes.size:
             dtype, first = pointers.get_element_ty(), int(lanes.flat[0])
             owner = next((name for name, start, end in launch["spans"] if start <= first < end), "")
@@ -78,23 +85,16 @@ def counting() -> Iterator[Moved]:
         moved.launches += 1
         return host
 
-    def load(pointers, mask, *rest, **options):
-        count(pointers, mask, "load")
-        return loads(pointers, mask, *rest, **options)
+    def counted(name, pointers, mask, *ways):
+        run = getattr(builder, name)
 
-    def store(pointers, value, mask, *rest):
-        count(pointers, mask, "store")
-        return stores(pointers, value, mask, *rest)
+        def access(*args, **options):
+            count(args[pointers], None if mask is None else args[mask], ways)
+            return run(*args, **options)
 
-    def cas(pointers, *rest):
-        count(pointers, None, "load", "store")
-        return swap(pointers, *rest)
+        return access
 
-    def rmw(operation, pointers, value, mask, *rest):
-        count(pointers, mask, "load", "store")
-        return update(operation, pointers, value, mask, *rest)
-
-    hooks = dict(create_masked_load=load, create_masked_store=store, create_atomic_cas=cas, create_atomic_rmw=rmw)
+    hooks = {name: counted(name, *how) for name, how in ACCESSES.items()}
     with patch.multiple(builder, **hooks), patch.object(interpreter.GridExecutor, "_init_args_hst", launched):
         yield moved
 
