@@ -200,6 +200,25 @@ def test_stored_runs_follow_a_power_law():
     assert sizes == sorted(sizes)
 
 
+def test_three_approaches_to_the_stored_runs():
+    """A053: each puts about half of the budget's logarithm into parameters, as Chinchilla's table does."""
+    kept = json.loads((facts.data_path() / "scaling/runs.json").read_text())["runs"]
+    N, D, C, loss = (np.array([r[key] for r in kept]) for key in ("parameters", "tokens", "budget", "loss"))
+    points = [
+        (r["parameters"], r["flops"] * (i + 0.5) / 10, y, k)
+        for k, r in enumerate(kept)
+        for i, y in enumerate(r["training"])
+    ]
+    exponents = [
+        envelope(*zip(*points))[1].exponent,
+        isoflop(N, C, loss)[1].exponent,
+        parametric(N, D, loss, near=REFITTED).exponents[0],
+    ]
+    published = [FACTS["chinchilla"]["a"][f"approach_{i}"][0] for i in (1, 2, 3)]
+    assert exponents == pytest.approx(published, abs=0.12)
+    assert max(exponents) < FACTS["kaplan"]["a"] - 0.1
+
+
 @pytest.mark.parametrize("bad", [[1, 2, 0], [1, 2, np.nan], [1, 2]], ids=["zero", "nan", "short"])
 def test_refused(bad):
     with pytest.raises(ValueError, match="positive|one length"):
