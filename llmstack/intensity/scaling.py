@@ -18,6 +18,7 @@ arXiv:2202.01169, sections 4 and 5. Losses are nats a token (or a byte).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 
@@ -26,6 +27,7 @@ from scipy.optimize import curve_fit, minimize
 from scipy.special import logsumexp
 
 Points = Sequence[float] | np.ndarray
+Optima = list[tuple[float, float, float]]  # (budget, parameters, loss)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def power_law(x: Points, y: Points) -> Power:
     return Power(float(np.exp(k)), float(p), float(error), float(1 - rest @ rest / total) if total else 1.0)
 
 
-def isoflop(N: Points, C: Points, loss: Points) -> tuple[list[tuple[float, float, float]], Power]:
+def isoflop(N: Points, C: Points, loss: Points) -> tuple[Optima, Power]:
     """Approach 2. The bottoms (budget, N*, loss) and N* over C. Runs of one budget have the same C; each budget takes
     three sizes at least, and one whose parabola has no bottom between its sizes is left out.
 
@@ -105,9 +107,7 @@ def isoflop(N: Points, C: Points, loss: Points) -> tuple[list[tuple[float, float
     return bottoms, power_law(*zip(*[(budget, best) for budget, best, _ in bottoms]))
 
 
-def envelope(
-    N: Points, C: Points, loss: Points, run: Sequence | None = None
-) -> tuple[list[tuple[float, float, float]], Power]:
+def envelope(N: Points, C: Points, loss: Points, run: Sequence | None = None) -> tuple[Optima, Power]:
     """Approach 1. N, C and loss are of points along training curves; `run` says to which curve a point belongs (by
     default each size is one curve). At each of 24 budgets the lowest curve, interpolated in log C, says which size was
     best. As with `isoflop` a budget counts only if a smaller and a larger size were worse: a best that is the smallest
@@ -121,12 +121,10 @@ def envelope(
     curves = [(N[i[0]], *(v[i[np.argsort(C[i])]] for v in (C, loss))) for i in each]
     found = []
     for budget in np.geomspace(C.min(), C.max(), 26)[1:-1]:
-        here = [
-            (float(np.interp(np.log(budget), np.log(c), y)), float(n)) for n, c, y in curves if c[0] <= budget <= c[-1]
-        ]
-        sizes = [n for _, n in here]
+        at = lambda c, y: float(np.interp(np.log(budget), np.log(c), y))
+        here = [(at(c, y), float(n)) for n, c, y in curves if c[0] <= budget <= c[-1]]
         best, n = min(here, default=(0.0, 0.0))
-        if here and min(sizes) < n < max(sizes):
+        if min((m for _, m in here), default=n) < n < max(m for _, m in here):
             found.append((float(budget), n, best))
     if len(found) < 3:
         raise ValueError(f"{len(found)} budgets have a best size between smaller and larger ones; a line needs 3")
@@ -152,8 +150,7 @@ def parametric(N: Points, D: Points, loss: Points, delta: float = 1e-3, near: La
         return float((pull * (miss - pull / 2)).sum()), np.array([(pull * s).sum() for s in slopes])
 
     grid = product((0, 5, 10), (0, 5, 10), (-1, 1), (0.3, 0.8), (0.3, 0.8))
-    if near:
-        grid = [(*np.log([near.A, near.B, near.E]), near.alpha, near.beta)]
+    grid = [(*np.log([near.A, near.B, near.E]), near.alpha, near.beta)] if near else grid
     how = dict(jac=True, method="L-BFGS-B", options=dict(maxiter=500, ftol=1e-13, gtol=1e-9))
     a, b, e, alpha, beta = min((minimize(huber, start, **how) for start in grid), key=lambda fit: fit.fun).x
     return Law(float(np.exp(e)), float(np.exp(a)), float(np.exp(b)), float(alpha), float(beta))
@@ -165,10 +162,8 @@ def spread(fit: Callable, *columns: Points, share: float = 0.8, times: int = 100
     columns, rng, found = [np.asarray(c) for c in columns], np.random.default_rng(seed), []
     for _ in range(times):
         chosen = rng.choice(len(columns[0]), round(share * len(columns[0])), replace=False)
-        try:
+        with suppress(ValueError):
             found.append(fit(*(c[chosen] for c in columns)))
-        except ValueError:
-            continue
     return found
 
 
@@ -207,20 +202,16 @@ def routed(N: Points, E: Points, loss: Points, start: float | None = None, most:
     """The bilinear law of models of N parameters (without the experts' copies) and E experts. `start` and `most` are
     fitted too unless given. Raises ValueError on fewer than six points."""
     N, E, loss = _positive(N=N, E=E, loss=loss, least=6)
-    free = [start is None, most is None]
 
-    def curve(_, a, b, c, d, *rest):
-        rest = list(rest)
-        s = start if not free[0] else 1 + np.exp(rest.pop(0))
-        m = most if not free[1] else E.max() * np.exp(rest.pop(0)) + s
-        return np.log10(Routed(a, b, c, d, s, m)(N, E))
+    def law(a, b, c, d, *free):
+        free = list(free)
+        s = 1 + np.exp(free.pop(0)) if start is None else start
+        m = s + E.max() * np.exp(free.pop(0)) if most is None else most
+        return Routed(*map(float, (a, b, c, d, s, m)))
 
-    guess = [-0.08, -0.1, 0.005, 1.0] + [0.0] * sum(free)
-    found, _ = curve_fit(curve, N, np.log10(loss), guess, maxfev=5000)
-    a, b, c, d, *rest = map(float, found)
-    s = start if not free[0] else 1 + float(np.exp(rest.pop(0)))
-    m = most if not free[1] else float(E.max() * np.exp(rest.pop(0)) + s)
-    return Routed(a, b, c, d, s, m)
+    guess = [-0.08, -0.1, 0.005, 1.0] + [0.0] * (start, most).count(None)
+    found, _ = curve_fit(lambda _, *v: np.log10(law(*v)(N, E)), N, np.log10(loss), guess, maxfev=5000)
+    return law(*found)
 
 
 def _positive(least: int = 3, **columns: Points) -> list[np.ndarray]:
