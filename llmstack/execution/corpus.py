@@ -107,14 +107,9 @@ def verses() -> list[tuple[str, str]]:
     """(chapter, verse text) for each verse of the King James Bible; the chapter is the name of a `bible` document."""
     text, starts, names = _bible()
     begins = [at - (text[at - 2 : at - 1] == "(") for at in starts.values()]  # a parenthesis belongs to what it opens
-    at = [*begins, len(text) + 1]
-    return [
-        (
-            f"{_slug(names[v // 1_000_000 - 1])}/{v // 1000 % 1000:03d}",
-            _verse_text(text[a - 1 : b - 1].replace("\n", " ")),
-        )
-        for v, a, b in zip(starts, at, at[1:])
-    ]
+    chapters = [f"{_slug(names[v // 1_000_000 - 1])}/{v // 1000 % 1000:03d}" for v in starts]
+    parts = [text[a - 1 : b - 1].replace("\n", " ") for a, b in zip(begins, [*begins[1:], len(text) + 1])]
+    return list(zip(chapters, map(_verse_text, parts)))
 
 
 def bible() -> list[Document]:

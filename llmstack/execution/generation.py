@@ -22,13 +22,11 @@ class Decoding:
     """
 
     def __init__(self, model, ids, max_new_tokens, eos=None, padding=None, source=None, source_padding=None):
-        config = model.config
-        if config.kind == "encoder":
+        config, kind = model.config, model.config.kind
+        if kind == "encoder":
             raise ValueError(f"{config.name} is an encoder: it has no next token; generate with a decoder")
-        if (config.kind == "encoder-decoder") != (source is not None):
-            raise ValueError(
-                f"{config.name} is of kind {config.kind}: source is for encoder-decoders, and they need it"
-            )
+        if (kind == "encoder-decoder") != (source is not None):
+            raise ValueError(f"{config.name} is of kind {kind}: source is for encoder-decoders, and they need it")
         if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens = {max_new_tokens!r}, but it must be a whole number, zero or more")
         if eos is not None and not (isinstance(eos, int) and 0 <= eos < config.vocab_size):
@@ -66,19 +64,10 @@ class Decoding:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
-    ids: Tensor,
-    max_new_tokens: int,
-    eos: int | None = None,
-    temperature: float = 0.0,
-    seed: int | None = None,
-    padding: Tensor | None = None,
-    source: Tensor | None = None,
-    source_padding: Tensor | None = None,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> Tensor:
+    model: nn.Module, ids: Tensor, max_new_tokens: int, eos: int | None = None, temperature: float = 0.0,
+    seed: int | None = None, padding: Tensor | None = None, source: Tensor | None = None,
+    source_padding: Tensor | None = None, **cuts: float,
+) -> Tensor:  # fmt: skip
     """Prompts ids [B, T] with their continuations, [B, T + new], new <= max_new_tokens.
 
     Temperature 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature), after the
@@ -89,7 +78,7 @@ def generate(
 
     Raises ValueError as Decoding and check_sampling do.
     """
-    check_sampling(temperature, **(cuts := dict(top_k=top_k, top_p=top_p, min_p=min_p)))
+    check_sampling(temperature, **cuts)
     step = Decoding(model, ids, max_new_tokens, eos, padding, source, source_padding)
     rng = None if temperature == 0 else torch.Generator(ids.device)
     if rng is not None:

@@ -40,9 +40,7 @@ def conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) ->
             prompt = tokenizer.apply_chat_template(messages[:i])
             whole = tokenizer.apply_chat_template(messages[: i + 1], add_generation_prompt=False).rstrip("\n")
             if not (prompt.startswith(done) and whole.startswith(prompt)):
-                raise ValueError(
-                    f"the chat template rewrites what stands before message {i}: answers cannot be cut out"
-                )
+                raise ValueError(f"the template rewrites what stands before message {i}: no answer can be cut out")
             for text, answer in ((prompt[len(done) :], False), (whole[len(prompt) :], True)):
                 piece = tokenizer.encode(text, special=False)
                 ids, learnt, done = ids + piece, learnt + [answer] * len(piece), whole

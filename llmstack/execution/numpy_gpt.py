@@ -166,9 +166,8 @@ def _norm(x, at, w, saved, config):
 
 
 def _norm_backward(dy, at, w, saved, grads, config):
-    dx, grads[f"{at}.weight"], grads[f"{at}.bias"] = layernorm_np_backward(
-        dy, saved[at], w[f"{at}.weight"], config.norm_eps
-    )
+    dx, dg, grads[f"{at}.bias"] = layernorm_np_backward(dy, saved[at], w[f"{at}.weight"], config.norm_eps)
+    grads[f"{at}.weight"] = dg
     return dx
 
 

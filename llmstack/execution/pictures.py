@@ -48,10 +48,8 @@ def draw_shapes(scenes: Tensor, size: int = 24, seed: int = 0, noise: float = 0.
     for picture, scene in zip(out, scenes.tolist()):
         big, colour, shape, vertical, horizontal = SCENES[scene]
         r = 0.24 if big == "large" else 0.15
-        cx, cy = rng.uniform(-0.04, 0.04, 2) + (
-            0.28 + 0.44 * (horizontal == "right"),
-            0.28 + 0.44 * (vertical == "bottom"),
-        )
+        at = np.array([horizontal == "right", vertical == "bottom"])
+        cx, cy = rng.uniform(-0.04, 0.04, 2) + (0.28 + 0.44 * at)
         u, v = (x - cx) / r, (y - cy) / r
         inside = {
             "square": np.maximum(abs(u), abs(v)) < 0.9,

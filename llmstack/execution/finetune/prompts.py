@@ -113,9 +113,7 @@ def _start(model: nn.Module, length: int, ids: Sequence[int] | None, seed: int) 
     """The ids [1, ℓ] that a prompt starts from."""
     c, rng, weight = model.config, torch.Generator().manual_seed(seed), model.embed.tokens.weight
     if c.kind != "decoder" or c.kv_lora_rank or c.d_state or length < 1:
-        raise ValueError(
-            f"length = {length} for {c.kind} {c.name}: prompts have 1 vector or more, for a decoder's heads"
-        )
+        raise ValueError(f"length = {length} for {c.kind} {c.name}: 1 vector or more, for a decoder's heads")
     ids = torch.randint(c.vocab_size, (1, length), generator=rng) if ids is None else torch.tensor([ids])
     check_ids(ids, c)
     return ids.to(weight.device)

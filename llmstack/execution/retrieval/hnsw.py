@@ -82,7 +82,7 @@ class HNSW:
     def __init__(self, vectors: np.ndarray, M: int = 16, ef_construction: int = 100, seed: int = 0):
         if M < 2 or ef_construction < 1:
             raise ValueError(
-                f"M = {M}, ef_construction = {ef_construction}: M is 2 or more (5 to 48), the other M or more"
+                f"M = {M}, ef_construction = {ef_construction}: M is 2 (better 5) to 48, the other M or more"
             )
         self.x, self.M, self.ef_construction = checked_stored(vectors), M, max(ef_construction, M)
         self.norms = (self.x**2).sum(-1)
@@ -133,9 +133,7 @@ class HNSW:
     def search(self, queries: np.ndarray, k: int = 10, ef: int = 64) -> tuple[np.ndarray, np.ndarray]:
         queries, k = checked(queries, self.x.shape[1], "queries"), checked_k(k, len(self.x))
         if ef < k:
-            raise ValueError(
-                f"ef = {ef} nodes kept cannot give k = {k} neighbours; ef is k or more, the more the better"
-            )
+            raise ValueError(f"ef = {ef} nodes kept cannot give k = {k} neighbours; take ef of k or more")
         rows, visited = [], []
         for query in queries:
             found, seen = self.walk(query, ef)

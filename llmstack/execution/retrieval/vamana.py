@@ -54,9 +54,7 @@ def vamana(vectors: np.ndarray, R: int = 24, L: int = 40, alpha: float = 1.2, se
 def _record(width: int, R: int) -> np.dtype:
     record = np.dtype([("vector", "<f4", (width,)), ("degree", "<i4"), ("links", "<i4", (R,))])
     if record.itemsize > SECTOR:
-        raise ValueError(
-            f"a vector of width {width} and {R} links take {record.itemsize} bytes, over one sector's {SECTOR}"
-        )
+        raise ValueError(f"width {width} and {R} links take {record.itemsize} bytes, over one sector's {SECTOR}")
     return record
 
 
@@ -64,9 +62,7 @@ def write_disk_index(path: str | Path, vectors: np.ndarray, links: list[np.ndarr
     """Records in sectors as `path`, and what is kept in memory as `path`.npz."""
     x, R = checked_stored(vectors), max(1, *map(len, links))
     if len(links) != len(x):
-        raise ValueError(
-            f"links of {len(links)} nodes do not fit {len(x)} vectors: build the graph on the same vectors"
-        )
+        raise ValueError(f"links of {len(links)} nodes do not fit {len(x)} vectors: build the graph on these vectors")
     if not all(0 <= node < len(x) for node in (entry, *np.concatenate(links).tolist())):
         raise ValueError(f"entry = {entry} and all links must be among the {len(x)} vectors: those of vamana() are")
     record = _record(x.shape[1], R)
@@ -99,10 +95,8 @@ class DiskIndex:
         self.pq.parts, self.record = self.codes.shape[1], _record(self.width, R)
         size, wanted = Path(path).stat().st_size, -(-self.n // (SECTOR // self.record.itemsize)) * SECTOR
         if size != wanted or len(self.codes) != self.n or not 0 <= self.entry < self.n:
-            raise ValueError(
-                f"{path} has {size:,} bytes, but {path}.npz describes {self.n} vectors in {wanted:,}: one is cut short "
-                f"or another index's; {again}"
-            )
+            told = f"{path} has {size:,} bytes, but {path}.npz describes {self.n} vectors in {wanted:,}"
+            raise ValueError(f"{told}: one is cut short or another index's; {again}")
         self.file = np.memmap(path, np.uint8, "r").reshape(-1, SECTOR)
         self.reads, self.rounds = np.zeros(0, int), np.zeros(0, int)
 
@@ -130,9 +124,7 @@ class DiskIndex:
             new = np.setdiff1d(np.concatenate([r["links"][: r["degree"]] for r in records]), ids)
             ids = np.append(ids, new)
             guess = np.append(guess, self.pq.distances(table, self.codes[new]))
-            order = np.argsort(guess, kind="stable")[
-                :L
-            ]  # those that fell off come back only as someone's link, too far
+            order = np.argsort(guess, kind="stable")[:L]  # what falls off comes back only as a link, too far
             ids, guess = ids[order], guess[order]
         return exact, rounds
 
