@@ -1,4 +1,4 @@
-"""`make bench-gpu` asks its questions rightly: all its cases, small, in the interpreter; and it says so where no GPU is."""
+"""`make bench-gpu` asks its questions rightly: all its cases, small, in the interpreter; without a GPU it says so."""
 
 import os
 import subprocess
