@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "llmstack"
 CEILINGS = {
     "ops": 2500,
     "architectures": 3200,
-    "execution": 2850,
+    "execution": 2950,
     "intensity": 1100,
     "hardware": 2400,
     "parallelism": 2200,
