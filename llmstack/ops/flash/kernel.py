@@ -208,4 +208,4 @@ TILES = {  # (width of a head at least, bytes of a value): ROWS, KEYS, warps, st
     (128, 4): (32, 32, 8, 1),
     (256, 4): (32, 16, 8, 1),
 }
-AOT = builds(_flash_kernel, "T *fp32", TILES)
+AOT = [*builds(_flash_kernel, "T *fp32", TILES)]
