@@ -57,7 +57,7 @@ def _part_np(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     s = q @ k.swapaxes(-1, -2)  # [K, H/K, s]
     m = s.max(-1, keepdims=True, initial=-np.inf)  # [K, H/K, 1]
     e = np.exp(s - np.where(m == -np.inf, 0, m))
-    total = np.maximum(e.sum(-1, keepdims=True), m == -np.inf)  # 1 where there is no key
+    total = np.maximum(e.sum(-1, keepdims=True), 1)  # its largest term is 1, where there is a key
     return e @ v / total, (m + np.log(total))[..., 0]  # [K, H/K, Dh], [K, H/K]
 
 

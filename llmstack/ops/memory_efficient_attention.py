@@ -152,9 +152,9 @@ def memory_efficient_attention(
 ) -> Tensor:  # fmt: skip
     """query [B, M, H, K], key and value [B, N, H, K], or one head [B, M, K], or groups [B, M, G, H, K] of heads.
 
-    A tensor as bias is broadcastable to [B, H, M, N]. Keys may have fewer heads, where H divides by them. op takes
-    (q, k, v, causal=, window=, bias=, scale=) with heads on axis 1. Raises ValueError on shapes that do not fit and on
-    p > 0: dropout of weights is not here, as no weights are kept.
+    A tensor as bias is broadcastable to [B, H, M, N], or [B, M, N] beside one head. Keys may have fewer heads, where H
+    divides by them. op takes (q, k, v, causal=, window=, bias=, scale=) with heads on axis 1. Raises ValueError on
+    shapes that do not fit and on p > 0: dropout of weights is not here, as no weights are kept.
     """
     if p:
         raise ValueError(f"p = {p}, but no weights are kept to be dropped: pass p=0.0, and drop values of the output")
@@ -167,17 +167,21 @@ def memory_efficient_attention(
     q, k, v = heads(query), heads(key), heads(value)
     if isinstance(attn_bias, BlockDiagonalMask) and len(q) != 1:
         raise ValueError(f"with a BlockDiagonalMask sequences lie in a batch of 1, got {len(q)}: see from_tensor_list")
-    dense = isinstance(attn_bias, Tensor)
-    pieces = (AttentionBias() if dense or attn_bias is None else attn_bias).pieces(q.shape[2], k.shape[2])
-    added, attend = {"bias": attn_bias} if dense else {}, op or _fused
-    outs = [attend(q[:, :, i], k[:, :, j], v[:, :, j], scale=scale, **how, **added) for i, j, how in pieces]
+    if isinstance(attn_bias, Tensor):
+        attn_bias = attn_bias[:, None] if query.ndim == attn_bias.ndim == 3 else attn_bias
+        pieces = [(slice(None), slice(None), {"bias": attn_bias})]
+    else:
+        pieces = (attn_bias or AttentionBias()).pieces(q.shape[2], k.shape[2])
+    outs = []
+    for i, j, how in pieces:
+        how = {name: x.to(q.device) if name == "bias" else x for name, x in how.items()}
+        outs.append((op or _fused)(q[:, :, i], k[:, :, j], v[:, :, j], scale=scale, **how))
     return torch.cat(outs or [q], 2).transpose(1, 2).reshape(*query.shape[:-1], v.shape[-1])
 
 
 def _fused(q, k, v, causal: bool = False, window: int = 0, bias: Tensor | None = None, scale: float | None = None):
     """PyTorch's operator, which writes no scores either."""
     mask = causal_mask(q.shape[2], k.shape[2], window, q.device) if window else None
-    bias = None if bias is None else bias.to(q.device)
     return attention_torch(q, k, v, mask, bias, scale, causal and not window)
 
 

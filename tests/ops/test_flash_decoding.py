@@ -201,11 +201,13 @@ def test_planted_overflow_is_computed_again(splits):
 
 
 @needs_triton
-def test_hidden_keys_and_empty_sequences_leave_no_bound():
+def test_hidden_keys_empty_splits_and_filled_rows_leave_no_bound():
+    """All scores lie near φ = 20: whatever is not a score, and so 0, would leave the bounds. 7 keys leave 2 splits."""
     q, k, v = inputs(20)
+    q[:, :, 0], k[..., 0] = 4.0, 20.0
     k[0, :, 7:], v[0, :, 7:] = 1e4, 1e4
     lengths = torch.tensor([7, 0])
-    out, again = unified_decoding_triton(q, k, v, 3, lengths)
+    out, again = unified_decoding_triton(q, k, v, 9, lengths, phi=20.0, bounds=NARROW)
     assert not again.any() and (out[1] == 0).all()
     torch.testing.assert_close(out.cpu(), reference(lengths)(q, k, v))
 

@@ -138,6 +138,9 @@ def test_one_head_groups_of_heads_and_shared_keys():
     want = memory_efficient_attention(q, k, v, LowerTriangularMask())
     one = memory_efficient_attention(q[:, :, 2], k[:, :, 2], v[:, :, 2], LowerTriangularMask())
     torch.testing.assert_close(one, want[:, :, 2])
+    numbers = randn(B, 9, 9, seed=5)
+    one = memory_efficient_attention(q[:, :, 2], k[:, :, 2], v[:, :, 2], numbers)
+    torch.testing.assert_close(one, memory_efficient_attention(q, k, v, numbers[:, None])[:, :, 2])
     grouped = [x.unflatten(2, (2, 3)) for x in (q, k, v)]
     assert torch.equal(memory_efficient_attention(*grouped, LowerTriangularMask()), want.unflatten(2, (2, 3)))
     shared = [x[:, :, ::3] for x in (k, v)]  # two heads for six
