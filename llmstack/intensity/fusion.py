@@ -131,8 +131,7 @@ def chains(graph: fx.GraphModule, apart: bool = False) -> list[list[fx.Node]]:
         if pointwise(node):
             homes = {id(home): home for home in (group.get(user) for user in node.users)}
             home = next(iter(homes.values())) if len(homes) == 1 else None
-            joins = home is not None and shape(node) == shape(home[0]) and not apart
-            group[node] = home if joins else []
+            group[node] = [] if home is None or apart else home
             group[node].append(node)
     unique = {id(nodes): nodes[::-1] for nodes in group.values()}
     return list(reversed(unique.values()))
@@ -167,7 +166,7 @@ class Pointwise(nn.Module):
         """Triton reads a kernel's text again through linecache, which is given it under a name of its own."""
         file = f"<{self.name} {next(self.numbers)}>"
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(True), file)
-        space = {"triton": triton, "tl": tl if self.impl == "triton" else NUMPY}
+        space = {"__name__": __name__, "triton": triton, "tl": tl if self.impl == "triton" else NUMPY}
         exec(compile(self.source, file, "exec"), space)
         return space[self.name]
 

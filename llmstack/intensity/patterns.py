@@ -43,7 +43,7 @@ class Pattern:
     ):
         graph = Tracer().trace(code)
         self.code, self.fits = code, fits
-        self.impls = {impl: to(fn) if to else partial(fn) for impl, fn in impls.items()}
+        self.impls = {impl: to(fn) if to else partial(fn) for impl, fn in impls.items() if impl != "numpy"}
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         results = next(node for node in graph.nodes if node.op == "output").args[0]
         self.several = isinstance(results, tuple)
@@ -116,8 +116,11 @@ def _reaches(args: tuple, inside: frozenset[fx.Node]) -> bool:
 
 
 def rewrite(graph: fx.GraphModule, impl: str = "torch", patterns: dict[str, Pattern] | None = None) -> list[str]:
-    """Replaces matches in place, the earliest first, until there are none; returns their names."""
-    done = []
+    """Replaces matches in place, the earliest first, until there are none; returns their names. The norms, bias + GELU
+    and SwiGLU have no gradient in Triton. Raises ValueError on an impl that a pattern does not have."""
+    done, patterns = [], PATTERNS if patterns is None else patterns
+    if lacking := [name for name, pattern in patterns.items() if impl not in pattern.impls]:
+        raise ValueError(f"impl = {impl!r}, but {', '.join(lacking)} have 'torch', and 'triton' where it is installed")
     while found := find(graph, patterns):
         m = found[0]
         done.append(m.name)
