@@ -14,6 +14,7 @@ from llmstack.config import preset
 from llmstack.intensity.fusion import EXPRESSIONS, capture, chains, cost, fuse, rewrite, stack
 from llmstack.ops import traffic
 from llmstack.ops._triton import HAVE_TRITON, INTERPRETED
+from llmstack.ops.rmsnorm import rmsnorm_torch
 
 COUNTED = HAVE_TRITON and INTERPRETED
 IMPLS = ["numpy", *(["triton"] if COUNTED else [])]
@@ -133,6 +134,18 @@ def test_bias_gelu_and_swiglu_save_their_intermediates():
     assert counts["apart"] == unfused and counts["fused"] == counts["rewritten"]
     assert counts["apart"].bytes - counts["fused"].bytes == 2 * w * (R * D + R * D)  # x + b and silu(y), each twice
     assert (counts["apart"].kernels, counts["fused"].kernels) == (4, 2)
+
+
+@needs_counts
+def test_residual_and_norm_in_a_graph_save_the_reading_of_the_sum():
+    R, D, w = 6, 100, 4
+    graph = capture(lambda x, r, g: (s := x + r, rmsnorm_torch(s, g)), x := randn(R, D), x, randn(D))
+    before = cost(graph)
+    assert rewrite(graph, "triton") == ["add + RMSNorm"]
+    with traffic.counting() as moved:
+        graph(x, x, randn(D))
+    assert (moved.launches, moved.bytes) == cost(graph) == (1, w * (4 * R * D + D))
+    assert (before.kernels, before.bytes - moved.bytes) == (2, w * R * D)
 
 
 UNARY = [torch.tanh, torch.sigmoid, F.gelu, F.silu, torch.relu, torch.abs, lambda x: x * 0.5, lambda x: 1 - x]
