@@ -63,8 +63,7 @@ def call(node: fx.Node) -> Call:
     name = NAMES.get(node.target, node.target) if node.op == "call_function" else node.target
     args = (*node.args, *([options.pop("dim")] if name == "softmax" and "dim" in options else []))
     if name in ("softmax", "transpose") and all(isinstance(axis, int) for axis in args[1:]):
-        axes = len(shape(args[0])) or 4  # the last axis is -1 and 3; patterns have no shapes, and are of four axes
-        args = (args[0], *sorted(axis % axes for axis in args[1:]))
+        args = (args[0], *sorted(axis % 4 for axis in args[1:]))  # -1 is 3: patterns with axes want four
     if name == "linear" and args[-1] is None:
         args = args[:-1]
     return Call(name, args, tuple(sorted(options.items())))
