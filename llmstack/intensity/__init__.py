@@ -3,7 +3,7 @@
 params(config) -> .total .active .by_part          flops(config, batch, tokens, phase, convention) -> operations
 traffic(…) -> .bytes .intensity                    terms(…) -> every operation of a pass with its price
 utilisation(…) -> .mfu .hfu                        traced(config, …) -> the same counted from the running model
-roofline(accelerator, points) -> .ridge .bound     this_machine(), Timing -> ceilings and times of this machine
+roofline(accelerator, points) -> .ridge .bound     this_machine(), timed(config, …) -> ceilings, times of this machine
 """
 
 from importlib import import_module
@@ -13,7 +13,8 @@ from llmstack.intensity.params import Params, params
 from llmstack.intensity.roof import Point, Roofline, roofline
 from llmstack.intensity.utilisation import utilisation
 
-_FRONT = {"Trace": "trace", "traced": "trace", "Timing": "timing", "measure": "machine", "this_machine": "machine"}
+_FRONT = {"Trace": "trace", "traced": "trace", "Timing": "timing", "timed": "timing", "predict": "timing"}
+_FRONT |= {"measure": "machine", "this_machine": "machine"}
 
 __all__ = ["FUSED", "KIM", "USUAL", "Convention", "Params", "Point", "Roofline", "Term", "by_part", "flops", "params"]
 __all__ += ["roofline", "terms", "total", "traffic", "utilisation", *_FRONT]

@@ -3,8 +3,13 @@
 A multiply and an add are two operations; a token's forward pass through N weights is 2 N, and training on it 6 N.
 """
 
+import json
+from dataclasses import replace
+
+from llmstack import facts
 from llmstack.config import ModelConfig, preset, presets
 from llmstack.facts import Computed
+from llmstack.intensity.counts import ENDS, KIM, terms, total
 from llmstack.intensity.params import attention_params, ffn_params, params
 
 
@@ -103,3 +108,36 @@ def decoder_only() -> Computed:
     kinds = [preset(name).kind for name in presets()]
     share = kinds.count("decoder") / len(kinds)
     return Computed(share, "of the models", f"{kinds.count('decoder')} of {len(kinds)} published models are decoders")
+
+
+def _block_intensity(convention=KIM, **dials) -> float:
+    """Operations a byte of BERT-Base's blocks at 512 tokens."""
+    priced = terms(preset("bert-base-uncased").with_(**dials), 1, 512, "forward", convention)
+    return total(t for t in priced if t.part not in ENDS).intensity
+
+
+def heads_and_intensity() -> Computed:
+    """AC-24: the same operators with 12 and with 4 heads (Kim et al. 2023, Table 10)."""
+    found = [_block_intensity(n_heads=heads) for heads in (12, 4)]
+    return Computed(found, "operations a byte", "12 heads {:.0f}, 4 heads {:.0f} operations a byte".format(*found))
+
+
+def bytes_decide_the_class() -> Computed:
+    """AC-29: BERT-Base's intensity with values of 8 and 16 bits, and the ridge that each has to be compared with."""
+    chip = facts.accelerator("a100-sxm-40gb")
+    ours, ridges = (
+        [_block_intensity(), _block_intensity(replace(KIM, bytes=2.0))],
+        [chip.ridge("int8"), chip.ridge("fp16")],
+    )
+    text = "8 bits {:.1f} against an A100's ridge of {:.1f}, 16 bits {:.1f} against {:.1f}: below both"
+    found = [ours[0], ridges[0], ours[1], ridges[1]]
+    return Computed(found, "operations a byte", text.format(*found))
+
+
+def linear_and_attention() -> Computed:
+    """BC-24: the least share of the time by width of the model, stored with its script in data/shares."""
+    rows = json.loads((facts.data_path() / "shares" / "shares.json").read_text(encoding="utf-8"))["rows"]
+    share = lambda row: row["linear"] + row["attention"]
+    least = [min(share(r) for r in rows if r["width"] == width) for width in (256, 768, 2048, 4096)]
+    text = "at least {:.0%} at width 256, {:.0%} at 768, {:.0%} at 2,048, {:.0%} at 4,096"
+    return Computed(least, "of the time", text.format(*least))

@@ -4,10 +4,12 @@
     triad    a[i] = b[i] + s · c[i]      3 values moved, 2 operations        (STREAM: McCalpin 1995)
     gemm     C = A B, n³                 2 n³ operations, by dtype
 
-Arrays are far larger than the caches, so that copy and triad wait for memory; matrices are large enough that their
-n³ operations outweigh their 3 n² values. Every kernel runs once unmeasured and then `repeats` times; a ceiling is the
-best run, as STREAM reports it, and `spread` is how far the median lies below: on a shared machine, half is not rare.
-Bytes are counted as moved by the program: a processor that first reads the line that it writes moves a third more.
+Arrays are far larger than the caches, so that copy and triad wait for memory. Matrices are large enough that their n³
+operations outweigh their 3 n² values, and no larger: a run of some milliseconds can end before another process is given
+the core, a long one never does on a busy machine. Every kernel runs once unmeasured and then `repeats` times; a ceiling
+is the best run, as STREAM reports it, and `spread` is how far the median lies below: on a shared machine, half is not
+rare. Bytes are counted as moved by the program: a processor that first reads the line that it writes moves a third
+more.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ def ceiling(amount: float, run: Callable[[], object], repeats: int) -> Ceiling:
 
 
 def measure(
-    n_threads: int = 1, dtypes: tuple[str, ...] = ("fp32",), megabytes: int = 64, size: int = 1024, repeats: int = 12
+    n_threads: int = 1, dtypes: tuple[str, ...] = ("fp32",), megabytes: int = 64, size: int = 512, repeats: int = 20
 ) -> Machine:
     """Measure this machine: a second or two by default. `megabytes` of each of three arrays, matrices [size, size].
 

@@ -63,7 +63,7 @@ class Roofline:
 
 def roofline(accelerator: Accelerator, points: Iterable = (), dtype: str = "") -> Roofline:
     """An accelerator's dense peak in `dtype` and its bandwidth, with points: Points, Terms, or anything that has
-    `flops`, `bytes` and a `label` or `name`.
+    `flops`, `bytes` and perhaps a `label`, `name` or `part`.
 
     Raises ValueError when the accelerator has no stated bandwidth, or a point moves no bytes; KeyError on a dtype
     without a stated peak.
@@ -73,6 +73,6 @@ def roofline(accelerator: Accelerator, points: Iterable = (), dtype: str = "") -
     for p in points:
         if not p.bytes > 0:
             raise ValueError(f"{p}: a point under a roof moves bytes; this one has none")
-        label = getattr(p, "label", "") or p.name
+        label = next((text for key in ("label", "name", "part") if (text := getattr(p, key, ""))), "")
         kept.append(Point(label, p.flops, p.bytes, getattr(p, "seconds", None)))
     return Roofline(accelerator.title, accelerator.peak(dtype), accelerator.bandwidth, tuple(kept))

@@ -1,5 +1,6 @@
 """Where the time of a pass goes, operation by operation, measured and predicted.
 
+    timed(config, batch, tokens, phase)     the same of a model with random weights, each operation at its fastest
     with Timing() as t: model(ids)          t.rows: every operation with its operations, bytes and seconds
     t.shares()                              of the time: linear, attention, the rest
     predict(rows, roof)                     measured over predicted seconds of each
@@ -14,6 +15,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
+from llmstack.architectures import build
+from llmstack.architectures.cache import ContiguousCache
+from llmstack.architectures.ssm import StateCache
+from llmstack.config import ModelConfig
 from llmstack.intensity.roof import Point, Roofline
 from llmstack.intensity.trace import Row, Trace
 
@@ -58,6 +65,35 @@ class Timing(Trace):
         for row in self.rows:
             kinds[row.kind] += row.seconds
         return {kind: spent / self.seconds for kind, spent in kinds.items()}
+
+
+def timed(config: ModelConfig, batch: int = 1, tokens: int = 1, phase: str = "forward", runs: int = 5) -> Timing:
+    """A forward pass, or "decode": a token that sees `tokens`, itself included, in a cache. Each operation is given the
+    fastest of `runs`, after one that is not counted. Raises ValueError."""
+    if phase not in ("forward", "decode") or config.kind == "encoder-decoder" or runs < 1 or tokens < 1:
+        given = f"phase {phase!r}, {config.kind}, {runs} runs, {tokens} tokens"
+        raise ValueError(f"{given}: timed runs 'forward' or 'decode' of an encoder or a decoder, once or more often")
+    model, how, timings, new = build(config), {}, [], 1 if phase == "decode" else tokens
+    ids = torch.zeros(batch, tokens, dtype=torch.long)
+    with torch.no_grad():
+        if phase == "decode":
+            how["cache"] = (StateCache if config.d_state else ContiguousCache)(config, batch, tokens)
+            if tokens > 1:
+                model(ids[:, 1:], **how)
+        for _ in range(runs + 1):
+            if how:
+                how["cache"].length = tokens - 1
+            with Timing() as timing:
+                model(ids[:, :new], **how)
+            timings.append(timing)
+    return fastest(timings[1:])
+
+
+def fastest(timings: list[Timing]) -> Timing:
+    """Of timings of one and the same pass: each operation at its fastest, which what else runs has disturbed least."""
+    best = Timing()
+    best.rows = [min(same, key=lambda row: row.seconds) for same in zip(*(t.rows for t in timings), strict=True)]
+    return best
 
 
 def predict(rows: Iterable[Timed], roof: Roofline) -> list[tuple[Timed, float]]:

@@ -28,6 +28,7 @@ from llmstack.config import ModelConfig
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Trace(TorchDispatchMode):
         given, made = tensors((args, {k: v for k, v in kwargs.items() if k != "out"})), tensors(out)
         if given:
             shapes = tuple(tuple(x.shape) for x in (*given, *made))
-            self.rows.append(self.row(str(func), work(func, given), sum(map(nbytes, given + made)), shapes))
+            read = made + given[1:] if func in LOOKUPS else given  # of a table, what is taken out of it
+            self.rows.append(self.row(str(func), work(func, given), sum(map(nbytes, read + made)), shapes))
         return out
 
     def run(self, func, args, kwargs):

@@ -10,8 +10,8 @@ from llmstack.architectures import build
 from llmstack.intensity.counts import KIM, by_part, terms, total
 from llmstack.intensity.machine import Ceiling, Machine, ceiling, measure, threads
 from llmstack.intensity.roof import Point, Roofline, roofline
-from llmstack.intensity.timing import Timing, predict
-from llmstack.intensity.trace import Trace
+from llmstack.intensity.timing import Timing, predict, timed
+from llmstack.intensity.trace import Trace, traced
 
 
 def test_ridge_points_are_the_published_ones():
@@ -52,6 +52,14 @@ def test_prefill_and_decode_on_an_a100():
         assert parts["attention"].intensity < parts["ffn"].intensity
 
 
+def test_what_may_stand_under_a_roof():
+    """Points by their label, Terms by their name, or by their part where they are a sum."""
+    some = terms(preset("gpt2"), 1, 8)
+    points = roofline(facts.accelerator("a100-sxm-40gb"), [Point("", 1.0, 1.0), some[0], total(some, "all")]).points
+    assert [p.label for p in points] == ["", "q", "all"]
+    assert points[1].flops == some[0].flops and points[1].bytes == some[0].bytes and points[1].seconds is None
+
+
 def test_refused():
     with pytest.raises(ValueError, match="moves bytes"):
         roofline(facts.accelerator("a100-sxm-40gb"), [Point("nothing", 1.0, 0.0)])
@@ -82,6 +90,28 @@ def test_this_machine_as_an_accelerator():
         assert torch.get_num_threads() == 3
     assert torch.get_num_threads() == before
     assert isinstance(machine, Machine)
+
+
+@pytest.mark.parametrize("phase", ["forward", "decode"])
+def test_timed_runs_what_is_traced(phase):
+    config = preset("smollm2-135m").with_(n_layers=1, vocab_size=128)
+    ours = timed(config, 2, 9, phase, runs=2)
+    assert ours.flops == traced(config, 2, 9, phase).flops
+    assert all(row.seconds > 0 for row in ours.rows)
+    with pytest.raises(ValueError, match="train"):
+        timed(config, phase="train")
+
+
+def test_each_operation_is_given_its_fastest_run(monkeypatch):
+    config = preset("smollm2-135m").with_(n_layers=1, vocab_size=128)
+    ticks = []
+    monkeypatch.setattr("time.perf_counter", lambda: float(ticks.append(0) or len(ticks) ** 2))  # ever slower
+    seconds = []
+    for runs in (1, 3):
+        ticks.clear()
+        seconds.append([row.seconds for row in timed(config, 1, 3, runs=runs).rows])
+    assert seconds[0] == seconds[1], "the first that counts is the fastest"
+    assert seconds[0][0] > 2 * len(seconds[0]), "the very first run does not count"
 
 
 def test_timing_is_a_trace_with_a_clock():

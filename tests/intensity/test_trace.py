@@ -69,6 +69,14 @@ def test_a_real_pass_and_a_meta_pass_are_one():
     assert real.flops == traced(config, 1, 7).flops
 
 
+def test_a_lookup_reads_what_it_takes_out():
+    table, ids = torch.zeros(1000, 8), torch.tensor([[3, 5, 999]])
+    with Trace() as trace:
+        torch.nn.functional.embedding(ids, table)
+        table[ids[0]]
+    assert [row.bytes for row in trace.rows] == [2 * 3 * 8 * 4 + 3 * 8] * 2
+
+
 def test_405_billion_parameters_cost_nothing():
     config = preset("llama3.1-405b")
     assert traced(config, 1, 128).flops == flops(config, 1, 128)

@@ -65,8 +65,7 @@ def under_the_roof() -> Lab:
         priced = terms(preset(model), batch, tokens, phase, Convention(scores=scores))
         parts = by_part(t for t in priced if t.flops)
         whole = total(priced, "the whole pass")
-        points = [total([t], part, part) for part, t in parts.items()] + [total([whole], name="the whole pass")]
-        roof = roofline(chip, points)
+        roof = roofline(chip, [*parts.values(), whole])
         fig, ax = plots.axes("", "", size=(7.6, 4.4))
         plots.roofline(roof, ax=ax, span=(0.3, 2e4))
         ax.set_ylim(2e11, 2e15)
