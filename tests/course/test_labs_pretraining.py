@@ -17,11 +17,11 @@ def test_the_shares_are_those_of_a_cast():
     for scale in (0, 20, 40):
         cast = (g / 2**20 * 2**scale).to(torch.float16)
         want = [100 * float(x.float().mean()) for x in (cast == 0, cast.isinf())]
-        got = shares(panel.set(loss_scale_as_power_of_two=scale))
+        got = shares(panel.set(log2_of_scale=scale))
         assert all(abs(a - b) < 0.06 for a, b in zip(got, want))
-    assert shares(panel.set(format="fp16", loss_scale_as_power_of_two=0))[0] > 30
-    assert shares(panel.set(format="fp16", loss_scale_as_power_of_two=16))[0] < 12
+    assert shares(panel.set(format="fp16", log2_of_scale=0))[0] > 30
+    assert shares(panel.set(format="fp16", log2_of_scale=16))[0] < 12
 
 
 def test_the_range_of_bf16_needs_no_scale():
-    assert shares(labs.loss_scaling().set(format="bf16", loss_scale_as_power_of_two=0)) == [0, 0]
+    assert shares(labs.loss_scaling().set(format="bf16", log2_of_scale=0)) == [0, 0]

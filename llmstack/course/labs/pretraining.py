@@ -32,8 +32,8 @@ def gradients() -> Tensor:
 def loss_scaling() -> Lab:
     """A histogram by powers of two: a mean over more tokens moves it left, a loss scale moves it right."""
 
-    def draw(format: str, tokens_in_a_batch_as_power_of_two: int, loss_scale_as_power_of_two: int):
-        shift = loss_scale_as_power_of_two - tokens_in_a_batch_as_power_of_two
+    def draw(format: str, log2_of_tokens: int, log2_of_scale: int):
+        shift = log2_of_scale - log2_of_tokens
         g, info = gradients() * 2.0**shift, torch.finfo(FORMATS[format])
         kept = rounded(g, format)
         lost, over = float((kept == 0).float().mean()), float((~kept.isfinite()).float().mean())
@@ -45,8 +45,8 @@ def loss_scaling() -> Lab:
         middle = np.clip((least + np.log2(info.max)) / 2, -10, 20)
         ax.text(middle, 0.97, f"what {format} can hold", ha="center", va="top", transform=ax.get_xaxis_transform())
         ax.set_xlim(-60, 40)
-        says = f"{format}, loss scale 2^{loss_scale_as_power_of_two}, a mean over 2^{tokens_in_a_batch_as_power_of_two}"
+        says = f"{format}, loss scale 2^{log2_of_scale}, a mean over 2^{log2_of_tokens}"
         return fig, f"{says} tokens: {lost:.1%} of the gradients become zero, {over:.1%} infinite."
 
-    powers = dict(tokens_in_a_batch_as_power_of_two=(0, 24, 1, 20), loss_scale_as_power_of_two=(0, 40, 1, 0))
+    powers = dict(log2_of_tokens=(0, 24, 1, 20), log2_of_scale=(0, 40, 1, 0))
     return lab(draw, "A loss scale", format=list(FORMATS), **powers)
