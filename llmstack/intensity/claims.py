@@ -9,7 +9,7 @@ from dataclasses import replace
 from llmstack import facts
 from llmstack.config import ModelConfig, preset, presets
 from llmstack.facts import Computed
-from llmstack.intensity.counts import ENDS, KIM, terms, total
+from llmstack.intensity.counts import ENDS, KIM, flops, terms, total
 from llmstack.intensity.params import attention_params, ffn_params, params
 
 
@@ -141,3 +141,15 @@ def linear_and_attention() -> Computed:
     least = [min(share(r) for r in rows if r["width"] == width) for width in (256, 768, 2048, 4096)]
     text = "at least {:.0%} at width 256, {:.0%} at 768, {:.0%} at 2,048, {:.0%} at 4,096"
     return Computed(least, "of the time", text.format(*least))
+
+
+def v_moe() -> Computed:
+    """BC-42: operations an image of V-MoE-L/16, with two of 32 experts in every second layer, over those of ViT-H/14,
+    which it is as good as (Riquelme et al. 2021, arXiv:2106.05974, Table 2)."""
+    shared = dict(vocab_size=1, kind="encoder", activation="gelu", positions="learned", n_heads=16)
+    dense = ModelConfig("ViT-H/14", d_model=1280, n_layers=32, **shared)
+    sparse = ModelConfig("V-MoE-L/16", d_model=1024, n_layers=24, n_experts=32, top_k=2, expert_every=2, **shared)
+    work = {c.name: flops(c, 1, (224 // patch) ** 2 + 1) for c, patch in ((dense, 14), (sparse, 16))}
+    ratio = work["V-MoE-L/16"] / work["ViT-H/14"]
+    text = ", ".join(f"{name} {count / 1e9:.0f} G operations an image" for name, count in work.items())
+    return Computed(ratio, "of the operations", f"{text}: {ratio:.2f}")
