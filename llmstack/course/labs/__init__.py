@@ -21,6 +21,8 @@ labs.clip_range()                         chapter 2: PPO's objective of a token 
 labs.hnsw_steps()                         chapter 2: a search through layers of a graph, step by step
 labs.intensity()                          chapter 3: operations a byte of a block's parts, along one dial
 labs.under_the_roof()                     chapter 3: a model's parts under the roof of an accelerator
+labs.tile_walk()                          chapter 3: FlashAttention tile by tile: scores made, held on chip, moved
+labs.two_buffers()                        chapter 3: loads and multiplications in time, by the number of buffers
 labs.fused_chain()                        chapter 3: a chain and a norm in many kernels, in two and in one
 labs.isoflop_curve()                      chapter 3: loss over size at one budget, and how flat its bottom is
 labs.overtraining()                       chapter 3: the size that is cheapest to train and then to use
@@ -39,6 +41,7 @@ _FRONT |= {"hnsw_steps": "retrieval"}
 _FRONT |= {"lora_rank": "finetune"}
 _FRONT |= {"next_token": "sampling"}
 _FRONT |= {"intensity": "counting", "under_the_roof": "counting"}
+_FRONT |= {"tile_walk": "kernels", "two_buffers": "kernels"}
 _FRONT |= {"fused_chain": "fusion"}
 _FRONT |= {"isoflop_curve": "scaling", "overtraining": "scaling"}
 

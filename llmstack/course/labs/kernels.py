@@ -79,7 +79,7 @@ def tile_walk() -> Lab:
         percent_of_the_walk=(1, 100, 1, 40),
         on_chip=sizes,
         tokens=[128, 64, 256],
-        causal=False,
+        causal={"no": False, "yes": True},
     )
 
 
@@ -105,4 +105,4 @@ def two_buffers() -> Lab:
         )
 
     return lab(draw, "Load while you multiply", buffers=(1, 4, 1, 2), load=(0.25, 2.0, 0.25, 1.0),
-               compute=(0.25, 2.0, 0.25, 1.0), tiles=(2, 12, 1, 8), uneven=False)  # fmt: skip
+               compute=(0.25, 2.0, 0.25, 1.0), tiles=(2, 12, 1, 8), uneven={"no": False, "yes": True})  # fmt: skip
