@@ -25,12 +25,11 @@ add_norm's backward is the norm's own and a sum; that of the third makes its pro
 import numpy as np
 import torch
 
-from llmstack.ops._triton import INTERPRETED, TILE, Build, available, row_tile, rows_of, tl, triton
+from llmstack.ops._triton import INTERPRETED, TILE, Build, available, rows_of, tl, triton
 from llmstack.ops.activations import gelu_np, gelu_np_backward, gelu_torch
 from llmstack.ops.cross_entropy import _count, _kept, cross_entropy_np, cross_entropy_np_backward
-from llmstack.ops.layernorm import _check, layernorm_np, layernorm_np_backward, layernorm_torch
-from llmstack.ops.layernorm import layernorm_triton_backward as _layer_backward
-from llmstack.ops.rmsnorm import rmsnorm_np, rmsnorm_np_backward, rmsnorm_torch, rmsnorm_triton_backward
+from llmstack.ops.layernorm import add_norm, layernorm_np, layernorm_np_backward, layernorm_torch
+from llmstack.ops.rmsnorm import _check, rmsnorm_np, rmsnorm_np_backward, rmsnorm_torch, rmsnorm_triton_backward
 
 
 def add_norm_np(x, r, g, b=None, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[np.ndarray, np.ndarray]:
@@ -119,45 +118,14 @@ def linear_cross_entropy_torch(
     return loss if reduction == "none" else loss.sum() / _count(kept, reduction)
 
 
-@triton.jit
-def _add_norm_kernel(
-    x_ptr, r_ptr, g_ptr, b_ptr, s_ptr, y_ptr, R, D, eps, CENTRE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):  # fmt: skip
-    """A program takes ROWS whole rows: x and r are read once, s and y written once; b is read by LayerNorm alone."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    col = tl.arange(0, COLS)[None, :]  # [1, COLS]
-    at, inside = row * D + col, (row < R) & (col < D)
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, COLS]
-    r = tl.load(r_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    s = (x + r).to(s_ptr.dtype.element_ty)  # the norm of the sum as it is stored
-    tl.store(s_ptr + at, s, mask=inside)
-    s = s.to(tl.float32)
-    if CENTRE:
-        s = tl.where(inside, s - (tl.sum(s, axis=1) / D)[:, None], 0.0)
-    g = tl.load(g_ptr + col, mask=col < D, other=0.0).to(tl.float32)  # [1, COLS]
-    y = s / tl.sqrt(tl.sum(s * s, axis=1) / D + eps)[:, None] * g
-    if CENTRE:
-        y += tl.load(b_ptr + col, mask=col < D, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, y, mask=inside)
-
-
 def add_norm_triton(x, r, g, b=None, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of up to 16 Ki values, contiguous or not; raises ValueError where r, g or b do not fit x."""
-    b = torch.zeros_like(g) if b is None else b
-    _check(x, g, b)
     _same(x, r, "r")
-    rows, (ROWS, COLS, warps) = rows_of(x), row_tile(x.shape[-1])
-    s, y = torch.empty_like(rows), torch.empty_like(rows)
-    if len(rows):
-        grid, flags = (triton.cdiv(len(rows), ROWS),), (kind == "layernorm", ROWS, COLS)
-        _add_norm_kernel[grid](
-            rows, rows_of(r), g.contiguous(), b.contiguous(), s, y, *rows.shape, eps, *flags, num_warps=warps
-        )
-    return s.view(x.shape), y.view(x.shape)
+    return add_norm(x, r, g, b, eps, kind == "layernorm")
 
 
 def add_norm_triton_backward(ds, dy, s, g, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[torch.Tensor, ...]:
-    dx, *rest = (rmsnorm_triton_backward if kind == "rmsnorm" else _layer_backward)(dy, s, g, eps)
+    dx, *rest = rmsnorm_triton_backward(dy, s, g, eps, kind == "layernorm")
     return ds + dx, *rest
 
 
@@ -257,8 +225,6 @@ LINEAR_CROSS_ENTROPY = {"numpy": linear_cross_entropy_np, "torch": linear_cross_
 LINEAR_CROSS_ENTROPY = available(LINEAR_CROSS_ENTROPY | {"triton": linear_cross_entropy_triton})
 IMPLS, BACKWARDS = BIAS_GELU, BIAS_GELU_BACKWARDS
 AOT = [
-    Build(_add_norm_kernel, "*bf16 " * 6 + "i32 i32 fp32", {"CENTRE": False, "ROWS": 1, "COLS": 4096}, 8),
-    Build(_add_norm_kernel, "*fp32 " * 6 + "i32 i32 fp32", {"CENTRE": True, "ROWS": 1, "COLS": 16384}, 16),
     Build(_bias_gelu_kernel, "*bf16 " * 4 + "i32 i32", {"BACKWARD": False, "ROWS": 4, "COLS": 1024}, 8),
     Build(_bias_gelu_kernel, "*bf16 " * 4 + "i32 i32", {"BACKWARD": True, "ROWS": 4, "COLS": 1024}, 8),
     Build(_statistics_kernel, "*bf16 *bf16 *i64 *fp32 i32 i32 i32", {"ROWS": 64, "WORDS": 128, "DEPTH": 64}, 8),

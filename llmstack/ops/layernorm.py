@@ -23,16 +23,7 @@ import numpy as np
 import torch
 
 from llmstack.ops._triton import Build, available, row_tile, rows_of, tl, triton
-
-
-def welford_np(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and (biased) variance over the last axis in one pass: x [..., D] -> two arrays [...]."""
-    mean, squares = np.zeros_like(x[..., 0]), np.zeros_like(x[..., 0])
-    for n in range(x.shape[-1]):
-        delta = x[..., n] - mean
-        mean = mean + delta / (n + 1)
-        squares = squares + delta * (x[..., n] - mean)
-    return mean, squares / x.shape[-1]
+from llmstack.ops.rmsnorm import _check, rmsnorm_triton_backward
 
 
 def layernorm_np(x: np.ndarray, g: np.ndarray, b: np.ndarray | None = None, eps: float = 1e-5) -> np.ndarray:
@@ -63,98 +54,66 @@ def layernorm_torch(x: torch.Tensor, g: torch.Tensor, b: torch.Tensor | None = N
 
 
 @triton.jit
-def _layernorm_kernel(x_ptr, g_ptr, b_ptr, y_ptr, R, D, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A program takes ROWS whole rows: x and y cross memory once, g and b once a program."""
+def _add_norm_kernel(
+    x_ptr, r_ptr, g_ptr, b_ptr, s_ptr, y_ptr, R, D, eps, CENTRE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """A program takes ROWS whole rows: what is read and written crosses memory once, g and b once a program.
+
+    With r_ptr x + r is written to s, and it is that sum's norm; without CENTRE the norm is RMSNorm, and b is not read.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     col = tl.arange(0, COLS)[None, :]  # [1, COLS]
-    inside = (row < R) & (col < D)
-    x = tl.load(x_ptr + row * D + col, mask=inside, other=0.0).to(tl.float32)  # [ROWS, COLS]
+    at, inside = row * D + col, (row < R) & (col < D)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, COLS]
+    if r_ptr is not None:
+        x += tl.load(r_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        s = x.to(s_ptr.dtype.element_ty)  # the norm of the sum as it is stored
+        tl.store(s_ptr + at, s, mask=inside)
+        x = s.to(tl.float32)
+    if CENTRE:
+        x = tl.where(inside, x - (tl.sum(x, axis=1) / D)[:, None], 0.0)
     g = tl.load(g_ptr + col, mask=col < D, other=0.0).to(tl.float32)  # [1, COLS]
-    b = tl.load(b_ptr + col, mask=col < D, other=0.0).to(tl.float32)
-    centred = tl.where(inside, x - (tl.sum(x, axis=1) / D)[:, None], 0.0)
-    r = tl.sqrt(tl.sum(centred * centred, axis=1) / D + eps)[:, None]  # [ROWS, 1]
-    tl.store(y_ptr + row * D + col, centred / r * g + b, mask=inside)
+    y = x / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)[:, None] * g
+    if CENTRE:
+        y += tl.load(b_ptr + col, mask=col < D, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, y, mask=inside)
 
 
-@triton.jit
-def _layernorm_backward_kernel(
-    dy_ptr, x_ptr, g_ptr, dx_ptr, dg_ptr, db_ptr, R, D, eps, STEPS, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """A program takes STEPS tiles of rows and sums its own dg and db, which it writes once; dy, x, dx cross once."""
-    col = tl.arange(0, COLS)[None, :]  # [1, COLS]
-    g = tl.load(g_ptr + col, mask=col < D, other=0.0).to(tl.float32)  # [1, COLS]
-    dg = tl.zeros([COLS], tl.float32)
-    db = tl.zeros([COLS], tl.float32)
-    for step in range(STEPS):
-        row = (tl.program_id(0).to(tl.int64) * STEPS + step) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-        inside = (row < R) & (col < D)
-        x = tl.load(x_ptr + row * D + col, mask=inside, other=0.0).to(tl.float32)  # [ROWS, COLS]
-        dy = tl.load(dy_ptr + row * D + col, mask=inside, other=0.0).to(tl.float32)
-        centred = tl.where(inside, x - (tl.sum(x, axis=1) / D)[:, None], 0.0)
-        r = tl.sqrt(tl.sum(centred * centred, axis=1) / D + eps)[:, None]  # [ROWS, 1]
-        n = centred / r
-        u = dy * g
-        dx = (u - (tl.sum(u, axis=1) / D)[:, None] - n * (tl.sum(u * n, axis=1) / D)[:, None]) / r
-        tl.store(dx_ptr + row * D + col, dx, mask=inside)
-        dg += tl.sum(dy * n, axis=0)
-        db += tl.sum(dy, axis=0)
-    part = tl.program_id(0) * D + tl.arange(0, COLS)
-    tl.store(dg_ptr + part, dg, mask=tl.arange(0, COLS) < D)
-    tl.store(db_ptr + part, db, mask=tl.arange(0, COLS) < D)
+def add_norm(x, r, g, b, eps: float, centre: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + r (x itself where r is None) and its norm; raises ValueError on a g or b of another width."""
+    b = torch.zeros_like(g) if b is None else b
+    _check(x, g, b)
+    rows, (ROWS, COLS, warps) = rows_of(x), row_tile(x.shape[-1])
+    y, s, added = torch.empty_like(rows), None, None
+    if r is not None:
+        s, added = torch.empty_like(rows), rows_of(r)
+    if len(rows):
+        grid, flags = (triton.cdiv(len(rows), ROWS),), (centre, ROWS, COLS)
+        vectors = g.contiguous(), b.contiguous()
+        _add_norm_kernel[grid](rows, added, *vectors, s, y, *rows.shape, eps, *flags, num_warps=warps)
+    return (x if s is None else s.view(x.shape)), y.view(x.shape)
 
 
 def layernorm_triton(
     x: torch.Tensor, g: torch.Tensor, b: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
     """Rows of up to 16 Ki values, contiguous or not; raises ValueError on a g or b of another width."""
-    b = torch.zeros_like(g) if b is None else b
-    _check(x, g, b)
-    rows = rows_of(x)  # [R, D]
-    y = torch.empty_like(rows)
-    ROWS, COLS, warps = row_tile(x.shape[-1])
-    if len(rows):
-        grid = (triton.cdiv(len(rows), ROWS),)
-        _layernorm_kernel[grid](rows, g.contiguous(), b.contiguous(), y, *rows.shape, eps, ROWS, COLS, num_warps=warps)
-    return y.view(x.shape)
+    return add_norm(x, None, g, b, eps, True)[1]
 
 
 def layernorm_triton_backward(
     dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor, eps: float = 1e-5
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx, dg and db. At most PROGRAMS programs leave a part of dg and db each, and the parts are summed afterwards.
+) -> tuple[torch.Tensor, ...]:
+    """dx, dg and db, by RMSNorm's kernel with x centred."""
+    return rmsnorm_triton_backward(dy, x, g, eps, centre=True)
 
-    Rows over 8 Ki values spill registers to memory.
-    """
-    _check(x, g, g)
-    if dy.shape != x.shape:
-        raise ValueError(f"dy has the shape of x: expected {list(x.shape)}, got {list(dy.shape)}")
-    rows = rows_of(x)  # [R, D]
-    dx = torch.empty_like(rows)
-    ROWS, COLS, warps = row_tile(x.shape[-1])
-    steps = triton.cdiv(triton.cdiv(len(rows), ROWS), PROGRAMS)
-    programs = triton.cdiv(len(rows), ROWS * max(steps, 1))
-    dg, db = torch.empty(2, programs, x.shape[-1], dtype=torch.float32, device=x.device)
-    if programs:
-        _layernorm_backward_kernel[(programs,)](
-            rows_of(dy), rows, g.contiguous(), dx, dg, db, *rows.shape, eps, steps, ROWS, COLS, num_warps=warps
-        )
-    return dx.view(x.shape), dg.sum(0).to(g.dtype), db.sum(0).to(g.dtype)
-
-
-def _check(x: torch.Tensor, g: torch.Tensor, b: torch.Tensor):
-    for name, t in (("g", g), ("b", b)):
-        if t.shape != x.shape[-1:]:
-            raise ValueError(f"{name} acts on the last axis of x: expected shape [{x.shape[-1]}], got {list(t.shape)}")
-
-
-PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 
 IMPLS = available({"numpy": layernorm_np, "torch": layernorm_torch, "triton": layernorm_triton})
 BACKWARDS = available({"numpy": layernorm_np_backward, "triton": layernorm_triton_backward})
-_BACKWARD_TYPES = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 i32 i32 fp32 i32"
+ALONE = {"r_ptr": None, "s_ptr": None, "CENTRE": True}
 AOT = [
-    Build(_layernorm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 i32 fp32", {"ROWS": 1, "COLS": 4096}, 8),
-    Build(_layernorm_kernel, "*fp32 *fp32 *fp32 *fp32 i32 i32 fp32", {"ROWS": 1, "COLS": 16384}, 16),
-    Build(_layernorm_backward_kernel, _BACKWARD_TYPES, {"ROWS": 1, "COLS": 4096}, 8),
-    Build(_layernorm_backward_kernel, _BACKWARD_TYPES, {"ROWS": 1, "COLS": 8192}, 16),
+    Build(_add_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 i32 fp32", ALONE | {"ROWS": 1, "COLS": 4096}, 8),
+    Build(_add_norm_kernel, "*fp32 *fp32 *fp32 *fp32 i32 i32 fp32", ALONE | {"ROWS": 1, "COLS": 16384}, 16),
+    Build(_add_norm_kernel, "*bf16 " * 6 + "i32 i32 fp32", {"CENTRE": False, "ROWS": 1, "COLS": 4096}, 8),
+    Build(_add_norm_kernel, "*fp32 " * 6 + "i32 i32 fp32", {"CENTRE": True, "ROWS": 1, "COLS": 16384}, 16),
 ]

@@ -59,25 +59,37 @@ def _rmsnorm_kernel(x_ptr, g_ptr, y_ptr, R, D, eps, ROWS: tl.constexpr, COLS: tl
 
 
 @triton.jit
-def _rmsnorm_backward_kernel(
-    dy_ptr, x_ptr, g_ptr, dx_ptr, dg_ptr, R, D, eps, STEPS, ROWS: tl.constexpr, COLS: tl.constexpr
+def _norm_backward_kernel(
+    dy_ptr, x_ptr, g_ptr, dx_ptr, dg_ptr, db_ptr, R, D, eps, STEPS, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """A program takes STEPS tiles of rows and sums its own dg: dy, x, dx cross memory once, dg once a program."""
+    """A program takes STEPS tiles of rows and sums its own dg: dy, x, dx cross memory once, dg once a program.
+
+    With db_ptr it is LayerNorm's: x and u lose their means, and a program sums its own db too.
+    """
     col = tl.arange(0, COLS)[None, :]  # [1, COLS]
     g = tl.load(g_ptr + col, mask=col < D, other=0.0).to(tl.float32)  # [1, COLS]
     dg = tl.zeros([COLS], tl.float32)
+    db = tl.zeros([COLS], tl.float32)
     for step in range(STEPS):
         row = (tl.program_id(0).to(tl.int64) * STEPS + step) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
         inside = (row < R) & (col < D)
         x = tl.load(x_ptr + row * D + col, mask=inside, other=0.0).to(tl.float32)  # [ROWS, COLS]
         dy = tl.load(dy_ptr + row * D + col, mask=inside, other=0.0).to(tl.float32)
+        if db_ptr is not None:
+            x = tl.where(inside, x - (tl.sum(x, axis=1) / D)[:, None], 0.0)
+            db += tl.sum(dy, axis=0)
         r = tl.sqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]  # [ROWS, 1]
         n = x / r
         u = dy * g
-        dx = (u - n * (tl.sum(u * n, axis=1) / D)[:, None]) / r
-        tl.store(dx_ptr + row * D + col, dx, mask=inside)
+        dx = u - n * (tl.sum(u * n, axis=1) / D)[:, None]
+        if db_ptr is not None:
+            dx -= (tl.sum(u, axis=1) / D)[:, None]
+        tl.store(dx_ptr + row * D + col, dx / r, mask=inside)
         dg += tl.sum(dy * n, axis=0)
-    tl.store(dg_ptr + tl.program_id(0) * D + tl.arange(0, COLS), dg, mask=tl.arange(0, COLS) < D)
+    part = tl.program_id(0) * D + tl.arange(0, COLS)
+    tl.store(dg_ptr + part, dg, mask=tl.arange(0, COLS) < D)
+    if db_ptr is not None:
+        tl.store(db_ptr + part, db, mask=tl.arange(0, COLS) < D)
 
 
 def rmsnorm_triton(x: torch.Tensor, g: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -93,9 +105,10 @@ def rmsnorm_triton(x: torch.Tensor, g: torch.Tensor, eps: float = 1e-6) -> torch
 
 
 def rmsnorm_triton_backward(
-    dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor, eps: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dg. At most PROGRAMS programs leave a part of dg each, and the parts are summed afterwards.
+    dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor, eps: float = 1e-6, centre: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """dx and dg, and where centred (LayerNorm) db. At most PROGRAMS programs leave a part of dg and db each, and the
+    parts are summed afterwards.
 
     Rows over 8 Ki values spill registers to memory.
     """
@@ -107,17 +120,19 @@ def rmsnorm_triton_backward(
     ROWS, COLS, warps = row_tile(x.shape[-1])
     steps = triton.cdiv(triton.cdiv(len(rows), ROWS), PROGRAMS)
     programs = triton.cdiv(len(rows), ROWS * max(steps, 1))
-    dg = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    parts = torch.empty(1 + centre, programs, x.shape[-1], dtype=torch.float32, device=x.device)  # of dg, db
     if programs:
-        _rmsnorm_backward_kernel[(programs,)](
-            rows_of(dy), rows, g.contiguous(), dx, dg, *rows.shape, eps, steps, ROWS, COLS, num_warps=warps
-        )
-    return dx.view(x.shape), dg.sum(0).to(g.dtype)
+        _norm_backward_kernel[(programs,)](
+            rows_of(dy), rows, g.contiguous(), dx, parts[0], parts[1] if centre else None, *rows.shape, eps, steps,
+            ROWS, COLS, num_warps=warps,
+        )  # fmt: skip
+    return dx.view(x.shape), *parts.sum(1).to(g.dtype)
 
 
-def _check(x: torch.Tensor, g: torch.Tensor):
-    if g.shape != x.shape[-1:]:
-        raise ValueError(f"g scales the last axis of x: expected shape [{x.shape[-1]}], got {list(g.shape)}")
+def _check(x: torch.Tensor, g: torch.Tensor, b: torch.Tensor | None = None):
+    for name, t in (("g", g), ("b", g if b is None else b)):
+        if t.shape != x.shape[-1:]:
+            raise ValueError(f"{name} acts on the last axis of x: expected shape [{x.shape[-1]}], got {list(t.shape)}")
 
 
 PROGRAMS = 256  # about two for each multiprocessor of a large GPU
@@ -127,6 +142,9 @@ BACKWARDS = available({"numpy": rmsnorm_np_backward, "triton": rmsnorm_triton_ba
 AOT = [
     Build(_rmsnorm_kernel, "*bf16 *bf16 *bf16 i32 i32 fp32", {"ROWS": 1, "COLS": 4096}, 8),
     Build(_rmsnorm_kernel, "*fp32 *fp32 *fp32 i32 i32 fp32", {"ROWS": 1, "COLS": 16384}, 16),
-    Build(_rmsnorm_backward_kernel, "*bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 fp32 i32", {"ROWS": 1, "COLS": 4096}, 8),
-    Build(_rmsnorm_backward_kernel, "*bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 fp32 i32", {"ROWS": 1, "COLS": 8192}, 16),
+    *(
+        Build(_norm_backward_kernel, f"*bf16 *bf16 *bf16 *bf16 *fp32 {db} i32 i32 fp32 i32", how | shape, warps)
+        for db, how in (("", {"db_ptr": None}), ("*fp32", {}))
+        for shape, warps in (({"ROWS": 1, "COLS": 4096}, 8), ({"ROWS": 1, "COLS": 8192}, 16))
+    ),
 ]

@@ -6,7 +6,7 @@ import torch
 from op_checks import SHAPES, check_backward, check_forward, randn, run, strided
 from torch.nn.functional import layer_norm
 
-from llmstack.ops.layernorm import BACKWARDS, IMPLS, layernorm_triton, welford_np
+from llmstack.ops.layernorm import BACKWARDS, IMPLS, layernorm_triton
 
 reference = lambda x, g, b=None: layer_norm(x, g.shape, g, b)
 inputs = lambda shape: (randn(*shape), randn(shape[-1], seed=1), randn(shape[-1], seed=2))
@@ -35,6 +35,16 @@ def test_shifting_and_rescaling_change_nothing_and_strides_do_not_matter(impl):
     torch.testing.assert_close(norm(100 * x + 7), norm(x), rtol=1e-3, atol=1e-4)
 
 
+def welford_np(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and (biased) variance over the last axis in one pass: x [..., D] -> two arrays [...]."""
+    mean, squares = np.zeros_like(x[..., 0]), np.zeros_like(x[..., 0])
+    for n in range(x.shape[-1]):
+        delta = x[..., n] - mean
+        mean = mean + delta / (n + 1)
+        squares = squares + delta * (x[..., n] - mean)
+    return mean, squares / x.shape[-1]
+
+
 @pytest.mark.parametrize("offset", [0, 1e4])
 def test_welford_one_pass_equals_two(offset):
     x = (randn(5, 1000) + offset).numpy()
@@ -53,7 +63,7 @@ def test_mean_of_squares_cancels_where_welford_does_not():
 
 @pytest.mark.skipif("triton" not in IMPLS, reason="Triton is not installed")
 def test_few_programs_take_many_rows_each(monkeypatch):
-    monkeypatch.setattr("llmstack.ops.layernorm.PROGRAMS", 2)
+    monkeypatch.setattr("llmstack.ops.rmsnorm.PROGRAMS", 2)
     x, g, b = inputs((1500, 100))
     check_backward(BACKWARDS["triton"], "triton", reference, [x, g, b], randn(1500, 100, seed=3), x, g)
 
