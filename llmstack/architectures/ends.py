@@ -39,7 +39,8 @@ class Embedding(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions + self.config.position_offset)
         if self.config.positions == "sinusoidal":
-            table = sinusoidal(int(positions.max()) + 1, x.shape[-1], interleaved=False)
+            rows = self.config.max_seq_len if positions.is_meta else int(positions.max()) + 1
+            table = sinusoidal(rows, x.shape[-1], interleaved=False)
             x = x + table.to(x)[positions]
         for table, kinds, name in ((self.types, types, "token_types"), (self.tasks, tasks, "task_types")):
             if table is not None and kinds is not None:

@@ -27,7 +27,7 @@ from llmstack.config import RECOMPUTE, ModelConfig
 from llmstack.intensity.operations import Op, forward_ops
 
 PHASES = ("forward", "prefill", "decode", "generate", "backward", "train")
-ENDS = ("head", "final norm")
+ENDS = ("embedding", "head", "final norm")
 SCORES = ("attention", "softmax")
 
 
@@ -119,7 +119,7 @@ def terms(
     makes the attention scores again in backward (Korthikanti et al.), "full" everything in the blocks. Raises
     ValueError.
     """
-    _check(config, batch, tokens, phase, context, source, recompute)
+    check(config, batch, tokens, phase, context, source, recompute)
     run = lambda *span: forward_ops(config, *span, source, convention.allowed)
     if phase == "decode":
         return [_forward(op, config, convention) for op in run(batch, 1, tokens - 1)]
@@ -151,7 +151,8 @@ def traffic(
     return total(terms(config, batch, tokens, phase, convention, **how), phase, config.name)
 
 
-def _check(config, batch, tokens, phase, context, source, recompute) -> None:
+def check(config, batch, tokens, phase, context=0, source=0, recompute="none") -> None:
+    """Raises ValueError where `terms` does not take these."""
     if phase not in PHASES:
         raise ValueError(f"phase = {phase!r}, but it must be one of {', '.join(PHASES)}")
     if recompute not in RECOMPUTE:

@@ -48,9 +48,10 @@ def forward_ops(
         return [*_mixers(c, batch, tokens), *_ends(c, rows)]
     if c.kind != "encoder-decoder":
         return [*_stack(c, batch, tokens, context, "", c.kind == "decoder", allowed), *_ends(c, rows)]
-    encoder = [] if context else _stack(c, batch, source, 0, "encoder ", False, allowed)
+    encoder = [] if context else [*_front(c, batch, source), *_stack(c, batch, source, 0, "encoder ", False, allowed)]
     decoder = _stack(c, batch, tokens, context, "decoder ", True, allowed)
-    return [*encoder, *decoder, *_cross(c, batch, tokens, source, not context), *_ends(c, rows)]
+    cross = _cross(c, batch, tokens, source, not context)
+    return [*encoder, *decoder, *cross, *_ends(c, rows, rows + (0 if context or c.n_mels else batch * source))]
 
 
 def linear(
@@ -191,11 +192,24 @@ def _mixers(c: ModelConfig, batch, tokens) -> list[Op]:
     ]
 
 
-def _ends(c: ModelConfig, rows) -> list[Op]:
-    """The last norm, and the head where every position has one."""
-    ops = [_norms(c, "final norm", rows, 1)] if c.final_norm else []
+def _front(c: ModelConfig, batch, source) -> list[Op]:
+    """Whisper's two convolutions of width 3 over 2 · source frames, the second of which takes every other one."""
+    if not c.n_mels:
+        return []
+    M, D, frames, part = c.n_mels, c.d_model, 2 * batch * source, "front end"
+    conv = lambda name, n, read, into: Op(part, name, n * D, 3 * into, read * into, 3 * into * D, D)
+    gelu = pointwise(f"{part} activation", "activation", (frames + batch * source) * D)
+    return [conv("first", frames, frames, M), conv("second", batch * source, frames, D), gelu]
+
+
+def _ends(c: ModelConfig, rows, embedded: float = 0) -> list[Op]:
+    """The projections of a narrow embedding, the last norm, and the head where every position has one. embedded: the
+    tokens that go in, where they are not the rows that come out."""
+    narrow = c.d_embedding != c.d_model
+    ops = [linear("embedding", "project", embedded or rows, c.d_embedding, c.d_model)] if narrow else []
+    ops += [_norms(c, "final norm", rows, 1)] if c.final_norm else []
     if c.kind == "encoder":
         return ops
-    if c.d_embedding != c.d_model:
+    if narrow:
         ops.append(linear("head", "project", rows, c.d_model, c.d_embedding))
     return [*ops, linear("head", "head", rows, c.d_embedding, c.vocab_size, bias=c.head_bias)]

@@ -25,6 +25,7 @@ from llmstack.architectures import build
 from llmstack.architectures.cache import ContiguousCache
 from llmstack.architectures.ssm import StateCache
 from llmstack.config import ModelConfig
+from llmstack.intensity.counts import check
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default: 0, aten.mm.out: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
@@ -59,7 +60,7 @@ class Trace(TorchDispatchMode):
         if given:
             shapes = tuple(tuple(x.shape) for x in (*given, *made))
             read = made + given[1:] if func in LOOKUPS else given  # of a table, what is taken out of it
-            self.rows.append(self.row(str(func), work(func, given), sum(map(nbytes, read + made)), shapes))
+            self.rows.append(self.row(str(func), work(func, args, given, made), sum(map(nbytes, read + made)), shapes))
         return out
 
     def run(self, func, args, kwargs):
@@ -84,14 +85,16 @@ def tensors(tree) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def work(func, given: list[Tensor]) -> int:
+def work(func, args: tuple, given: list[Tensor], made: list[Tensor]) -> int:
     """2 M K N of a matmul [.., M, K] x [.., K, N], of fused attention's two and of a convolution's one; 0 of others."""
     if func in MATMULS:
         a, b = given[MATMULS[func] :][:2]
         return 2 * a.numel() * b.shape[-1]
-    if func is aten.convolution.default:
-        x, w = given[:2]
-        return 2 * len(x) * w.numel() * (x.shape[-1] - w.shape[-1] + 1)
+    if func in (aten.convolution.default, aten.convolution_backward.default):  # an inner product for each output
+        backward = func is aten.convolution_backward.default
+        outputs, products = (given[0], sum(args[-1][:2])) if backward else (made[0], 1)  # args[-1]: dX, dW, db wanted?
+        weight = given[2 if backward else 1]  # [out, in, width]
+        return 2 * products * outputs.numel() * weight[0].numel()
     if "_scaled_dot_product" in func.name():  # all pairs, masked ones too
         q, k, v = given[:3]  # [B, H, T, Dh], [B, K, S, Dh], [B, K, S, Dv]
         return 2 * q[..., 0].numel() * k.shape[-2] * (k.shape[-1] + v.shape[-1])
@@ -112,12 +115,15 @@ def traced(
     config: ModelConfig, batch: int = 1, tokens: int = 1, phase: str = "forward", source: int = 0, dtype=torch.float32
 ) -> Trace:
     """A forward pass, or "train": forward and backward of every logit (or state), or "decode": a token that sees
-    `tokens`, itself included, in a cache. Raises ValueError on another phase."""
-    if phase not in ("forward", "train", "decode"):
-        raise ValueError(f"phase = {phase!r}, but a trace runs 'forward', 'train' or 'decode'")
+    `tokens`, itself included, in a decoder's cache. Experts have room for all. Raises ValueError."""
+    check(config, batch, tokens, phase, source=source)
+    if phase not in ("forward", "train", "decode") or phase == "decode" and config.kind != "decoder":
+        given = f"phase = {phase!r} of a model of kind {config.kind}"
+        raise ValueError(f"{given}: a trace runs 'forward', 'train' or, of a decoder, 'decode'")
     where = dict(device="meta", dtype=dtype)
-    model, trace = build(config, **where), Trace()
+    model, trace = build(config.with_(expert_capacity=0), **where), Trace()
     ids = lambda n: torch.zeros(batch, n, dtype=torch.long, device="meta")
+    heard = torch.zeros(batch, config.n_mels, 2 * source, **where) if config.n_mels else ids(source)
     with torch.set_grad_enabled(phase == "train"):
         if phase == "decode":
             state = StateCache(config, batch, **where) if config.d_state else None
@@ -127,7 +133,7 @@ def traced(
                 model(ids(1), cache=cache)
             return trace
         with trace:
-            out = model(ids(source), ids(tokens)) if source else model(ids(tokens))
+            out = model(heard, ids(tokens)) if source else model(ids(tokens))
             if phase == "train":
                 out.backward(torch.empty_like(out))
     return trace
