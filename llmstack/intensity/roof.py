@@ -44,6 +44,10 @@ class Roofline:
     bandwidth: float  # bytes a second
     points: tuple[Point, ...] = ()
 
+    def __post_init__(self):
+        if not (self.peak > 0 and self.bandwidth > 0):
+            raise ValueError(f"{self.name}: ceilings are positive, got {self.peak} and {self.bandwidth} a second")
+
     @property
     def ridge(self) -> float:
         """Operations a byte at which both ceilings meet."""
@@ -58,7 +62,7 @@ class Roofline:
 
     def bound(self, point: Point) -> str:
         """What limits a point: "memory" below the ridge, "compute" from it on."""
-        return "memory" if point.intensity < self.ridge else "compute"
+        return "memory" if point.flops < self.ridge * point.bytes else "compute"
 
 
 def roofline(accelerator: Accelerator, points: Iterable = (), dtype: str = "") -> Roofline:

@@ -223,4 +223,6 @@ def _positive(least: int = 3, **columns: Points) -> list[np.ndarray]:
     for name, a in arrays.items():
         if not (np.isfinite(a).all() and (a > 0).all()):
             raise ValueError(f"{name} has values that are not positive and finite; logarithms need them")
+        if name not in ("y", "loss") and (a == a[0]).all():
+            raise ValueError(f"{name} is {a[0]:g} at every point, so nothing can be fitted to it: vary it")
     return list(arrays.values())

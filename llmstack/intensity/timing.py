@@ -70,14 +70,15 @@ class Timing(Trace):
 def timed(config: ModelConfig, batch: int = 1, tokens: int = 1, phase: str = "forward", runs: int = 5) -> Timing:
     """A forward pass, or "decode": a token that sees `tokens`, itself included, in a cache. Each operation is given the
     fastest of `runs`, after one that is not counted. Raises ValueError."""
-    if phase not in ("forward", "decode") or config.kind == "encoder-decoder" or runs < 1 or tokens < 1:
-        given = f"phase {phase!r}, {config.kind}, {runs} runs, {tokens} tokens"
-        raise ValueError(f"{given}: timed runs 'forward' or 'decode' of an encoder or a decoder, once or more often")
+    phases = {"encoder": ["forward"], "decoder": ["forward", "decode"]}.get(config.kind, [])
+    if phase not in phases or min(batch, tokens, runs) < 1:
+        given = f"phase {phase!r}, {config.kind}, batch {batch}, {tokens} tokens, {runs} runs"
+        raise ValueError(f"{given}: timed runs 'forward' of an encoder or a decoder or 'decode' of a decoder, all >= 1")
     model, how, timings, new = build(config), {}, [], 1 if phase == "decode" else tokens
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     with torch.no_grad():
         if phase == "decode":
-            how["cache"] = (StateCache if config.d_state else ContiguousCache)(config, batch, tokens)
+            how["cache"] = StateCache(config, batch) if config.d_state else ContiguousCache(config, batch, tokens)
             if tokens > 1:
                 model(ids[:, 1:], **how)
         for _ in range(runs + 1):

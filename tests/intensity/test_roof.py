@@ -34,6 +34,7 @@ def test_a_roof_has_two_slopes():
     assert (roof.bound(slow), roof.seconds(slow)) == ("memory", 1.0)
     assert (roof.bound(fast), roof.seconds(fast)) == ("compute", 50.0)
     assert roof.bound(Point("", 100.0, 10.0)) == "compute"
+    assert (roof.bound(Point("", 5.0, 0.0)), roof.bound(Point("", 0.0, 5.0))) == ("compute", "memory")
 
 
 def test_prefill_and_decode_on_an_a100():
@@ -69,6 +70,8 @@ def test_refused():
         measure(repeats=0)
     with pytest.raises(ValueError, match="fp5"):
         measure(dtypes=("fp5",))
+    with pytest.raises(ValueError, match="ceilings are positive"):
+        Roofline("", peak=100.0, bandwidth=0.0)
 
 
 def test_a_ceiling_is_the_best_run(monkeypatch):
@@ -100,6 +103,16 @@ def test_timed_runs_what_is_traced(phase):
     assert all(row.seconds > 0 for row in ours.rows)
     with pytest.raises(ValueError, match="train"):
         timed(config, phase="train")
+
+
+def test_timed_a_state_and_what_it_refuses():
+    mamba = preset("mamba-130m").with_(n_layers=1, vocab_size=64)
+    rows = timed(mamba, 1, 5, "decode", runs=1).rows
+    assert [row.flops for row in rows if row.flops] == [row.flops for row in traced(mamba, 1, 5, "decode").matmuls()]
+    bert = preset("bert-base-uncased")
+    for config, how in [(bert, dict(phase="decode")), (preset("t5-small"), {}), (bert, dict(batch=0))]:
+        with pytest.raises(ValueError, match="timed runs"):
+            timed(config, **how)
 
 
 def test_each_operation_is_given_its_fastest_run(monkeypatch):

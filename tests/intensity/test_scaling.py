@@ -223,3 +223,12 @@ def test_three_approaches_to_the_stored_runs():
 def test_refused(bad):
     with pytest.raises(ValueError, match="positive|one length"):
         power_law([1, 2, 3], bad)
+
+
+def test_what_does_not_vary_is_refused():
+    """A constant loss is a law with exponent 0; a constant size says nothing about sizes."""
+    assert power_law([1, 2, 3], [2, 2, 2]).exponent == pytest.approx(0)
+    with pytest.raises(ValueError, match="x is 5 at every point.*vary it"):
+        power_law([5, 5, 5], [1, 2, 3])
+    with pytest.raises(ValueError, match="N is 7"):
+        parametric([7] * 6, range(1, 7), [2.0] * 6)
