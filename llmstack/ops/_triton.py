@@ -15,7 +15,18 @@ import torch
 if not any(Path(p).exists() for p in ("/proc/driver/nvidia/version", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-__all__ = ["HAVE_TRITON", "INTERPRETED", "Build", "available", "interpreter", "row_tile", "rows_of", "tl", "triton"]
+__all__ = [
+    "HAVE_TRITON",
+    "INTERPRETED",
+    "Build",
+    "available",
+    "interpreter",
+    "no_gradient",
+    "row_tile",
+    "rows_of",
+    "tl",
+    "triton",
+]
 
 
 class _Absent:
@@ -78,8 +89,16 @@ def row_tile(D: int) -> tuple[int, int, int]:
     return ROWS, COLS, min(max(ROWS * COLS // 512, 4), 16)
 
 
+def no_gradient(*tensors: torch.Tensor) -> None:
+    """Raises RuntimeError where a launch would lose a gradient that is wanted."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError("a kernel's result has no gradient: call it under torch.no_grad(), or the torch version")
+
+
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x as contiguous rows [R, D], whatever its strides; raises TypeError when a kernel cannot compute in its dtype."""
+    """x as contiguous rows [R, D], whatever its strides. Raises TypeError when a kernel cannot compute in its dtype,
+    RuntimeError when it wants a gradient."""
+    no_gradient(x)
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"kernels compute in fp32 on fp32, fp16 or bf16 values, got {x.dtype}; use the torch version")
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()

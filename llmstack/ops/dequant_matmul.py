@@ -68,27 +68,30 @@ def int_linear_triton(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor
         raise ValueError(
             f"the kernel takes 4 or 8 bits, and a zero point a scale; got {bits} bits: use int_linear_torch"
         )
-    K = packed.shape[1] * 8 // bits
-    return _launch(x, packed, scale.float(), zero.float(), bits, len(packed), K, K // max(scale.shape[1], 1))
+    N, K = len(packed), packed.shape[1] * 8 // bits
+    if scale.ndim != 2 or len(scale) != N or not scale.shape[1] or K % scale.shape[1]:
+        raise ValueError(f"scale and zero are [out = {N}, in / group], groups fill in = {K}; got {list(scale.shape)}")
+    return _launch(x, packed, scale.float(), zero.float(), bits, N, K, K // scale.shape[1])
 
 
 def nf4_linear_triton(x: torch.Tensor, packed: torch.Tensor, a: torch.Tensor, shape: tuple[int, int], block: int = 64):
     """y [..., out] of x [..., in] and NF4 codes of a weight `shape` = (out, in); `block` divides `in`."""
     N, K = shape
-    if K % block or packed.numel() * 2 != N * K:
-        raise ValueError(f"{packed.numel()} bytes for {N} rows of {K} whole blocks of {block}: use nf4_linear_torch")
-    return _launch(x, packed.view(N, K // 2), a.float().view(N, -1), None, 4, N, K, block)
+    if block < 1 or K % block or packed.numel() * 2 != N * K or a.numel() * block != N * K:
+        given = f"{packed.numel()} bytes and {a.numel()} constants"
+        raise ValueError(f"{given} for {N} rows of {K} whole blocks of {block}: use nf4_linear_torch")
+    return _launch(x, packed.view(N, K // 2), a.float().view(N, K // block), None, 4, N, K, block)
 
 
 def _launch(x, packed, scale, zero, bits: int, N: int, K: int, group: int) -> torch.Tensor:
-    if x.shape[-1] != K:
+    if not x.ndim or x.shape[-1] != K:
         raise ValueError(f"x is [..., in = {K}], got {list(x.shape)}")
-    if group != K and (group < 16 or group & (group - 1)):
+    row_scale = group == K and zero is not None
+    if not row_scale and (group < 16 or group & (group - 1)):
         raise ValueError(f"groups of {group}, but the kernel takes 16, 32, 64 … or whole rows: use the torch version")
-    (rows,) = _ready(x.reshape(-1, K).contiguous())
+    (rows,) = _ready(x.reshape(x.shape[:-1].numel(), K).contiguous())
     M = len(rows)
     y = torch.empty(M, N, dtype=rows.dtype, device=x.device)
-    row_scale = group == K and zero is not None
     BN, BK = (256, 256) if INTERPRETED else (64, 256 // x.element_size())
     BM, BK = padded(M) if M <= 64 else 64, BK if row_scale else min(group, BK)
     if y.numel():

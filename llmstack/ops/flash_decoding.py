@@ -27,7 +27,7 @@ import torch
 from numpy import ndarray as Array
 from torch import Tensor
 
-from llmstack.ops._triton import INTERPRETED, Build, available, tl, triton
+from llmstack.ops._triton import INTERPRETED, Build, available, no_gradient, tl, triton
 from llmstack.ops.merge import attention_lse, merge_np, merge_torch
 from llmstack.ops.softmax import softmax_np
 
@@ -83,6 +83,8 @@ def flash_decoding_torch(
     (B, H, Dh), (K, S) = q.shape, k.shape[1:3]
     rows = q.reshape(B, K, H // K, Dh) * (1 if scale is None else scale * Dh**0.5)  # [B, K, H/K, Dh]
     there = torch.arange(S, device=q.device) < (S if lengths is None else lengths[:, None, None, None])  # [.., S]
+    if lengths is not None:
+        v = v.masked_fill(~there.mT, 0)  # a weight of 0 hides no NaN
     parts = [attention_lse(rows, k[:, :, c], v[:, :, c], there[..., c]) for c in cuts(S, splits)]
     return merge_torch(*zip(*parts)).reshape(B, H, Dh)
 
@@ -191,6 +193,7 @@ def unified_decoding_triton(
 
 def launch(q, k, v, tables, lengths, splits: int, scale: float | None, phi: float | None = None, bounds=WIDE):
     """Runs the kernels over k, v [B or pages, page, K, Dh], tables [B, pages] or None: out, flags [B, K] or None."""
+    no_gradient(q, k, v)
     (B, H, Dh), (_, page, K, _) = q.shape, k.shape
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or {k.dtype, v.dtype} != {q.dtype}:
         raise TypeError(f"the kernel takes all in fp32, fp16 or bf16, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -224,7 +227,8 @@ def launch(q, k, v, tables, lengths, splits: int, scale: float | None, phi: floa
 
 
 def _check(q, k, v, splits: int, lengths):
-    if [q.ndim, k.ndim] != [3, 4] or k.shape != v.shape or q.shape[::2] != k.shape[::3] or q.shape[1] % k.shape[1]:
+    fits = [q.ndim, k.ndim] == [3, 4] and k.shape == v.shape and q.shape[::2] == k.shape[::3] and k.shape[1]
+    if not fits or q.shape[1] % k.shape[1]:
         raise ValueError(
             "q is [B, H, Dh], k and v are [B, K, S, Dh], and H divides by K: "
             f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"

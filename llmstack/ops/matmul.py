@@ -26,7 +26,7 @@ from M2 on. They come from a profile (`inflections`), measured or modelled (hard
 import numpy as np
 import torch
 
-from llmstack.ops._triton import INTERPRETED, Build, available, tl, triton
+from llmstack.ops._triton import INTERPRETED, Build, available, no_gradient, tl, triton
 from llmstack.ops.glu import swiglu_np, swiglu_torch
 
 GROUP = 8
@@ -231,6 +231,7 @@ def _launch(a, b, up, tile: tuple[int, int, int], flip: bool = False) -> torch.T
 
 
 def _ready(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    no_gradient(*tensors)
     dtypes = [t.dtype for t in tensors]
     if dtypes[0] not in (torch.float32, torch.float16, torch.bfloat16) or len(set(dtypes)) > 1:
         raise TypeError(f"kernels multiply fp32, fp16 or bf16, all of one dtype, got {dtypes}")

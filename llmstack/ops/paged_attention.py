@@ -62,13 +62,18 @@ def paged_attention_triton(
 def _check(q, k_pages, v_pages, tables, lengths) -> int:
     """The size of a page."""
     fits = [q.ndim, k_pages.ndim, tables.ndim] == [3, 4, 2] and k_pages.shape == v_pages.shape and len(tables) == len(q)
-    if not fits or q.shape[2] != k_pages.shape[3] or q.shape[1] % k_pages.shape[2]:
+    if not (fits and q.shape[2] == k_pages.shape[3] and k_pages.shape[2]) or q.shape[1] % k_pages.shape[2]:
         raise ValueError(
             "q is [B, H, Dh], k_pages and v_pages are [pages, page, K, Dh], tables [B, max_pages], and H divides by K: "
             f"got q {list(q.shape)}, {list(k_pages.shape)}, {list(v_pages.shape)}, tables {list(tables.shape)}"
         )
-    check_lengths(lengths, len(q), tables.shape[1] * k_pages.shape[1])
-    return k_pages.shape[1]
+    pages, page = k_pages.shape[:2]
+    check_lengths(lengths, len(q), tables.shape[1] * page)
+    if {str(tables.device), str(lengths.device)} == {"cpu"}:
+        used = np.asarray(tables)[np.arange(tables.shape[1]) * page < np.asarray(lengths)[:, None]]
+        if ((used < 0) | (used >= pages)).any():
+            raise ValueError(f"tables name pages 0 to {pages - 1} within each length, got {sorted(set(used.tolist()))}")
+    return page
 
 
 IMPLS = available({"numpy": paged_attention_np, "torch": paged_attention_torch, "triton": paged_attention_triton})

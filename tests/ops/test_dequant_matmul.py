@@ -102,8 +102,19 @@ def test_what_the_kernel_does_not_take_is_refused():
         int_linear_triton(x, packed, scale, zero, 3)
     with pytest.raises(ValueError, match=r"x is \[\.\.\., in = 48\], got \[2, 40\]"):
         int_linear_triton(x[:, :40], packed, scale[:, :1], zero[:, :1])
-    with pytest.raises(ValueError, match="96 bytes for 4 rows of 48 whole blocks of 64: use nf4_linear_torch"):
+    with pytest.raises(
+        ValueError, match="96 bytes and .* constants for 4 rows of 48 whole blocks of 64: use nf4_linear_torch"
+    ):
         nf4_linear_triton(x, packed.flatten(), scale, (4, 48))
+    for wrong in (scale[:3, :1], scale[:, :0], scale[0], torch.ones(4, 5)):  # rows, groups, axes, what does not divide
+        with pytest.raises(ValueError, match=r"scale and zero are \[out = 4, in / group\], groups fill in = 48"):
+            int_linear_triton(x, packed, wrong, wrong)
+    with pytest.raises(ValueError, match="groups of 48"):  # a level's product is by group, even where that is the row
+        nf4_linear_triton(x, packed, scale[:, 0], (4, 48), 48)
+    with pytest.raises(ValueError, match="3 constants for 4 rows of 48 whole blocks of 16"):
+        nf4_linear_triton(x, packed, scale[:3, 0], (4, 48), 16)
+    with pytest.raises(RuntimeError, match="no gradient.*torch.no_grad"):
+        int_linear_triton(x.clone().requires_grad_(), packed, scale[:, :1], zero[:, :1])
     with pytest.raises(TypeError, match="torch.float64"):
         int_linear_triton(x.double(), packed, scale[:, :1], zero[:, :1])
 

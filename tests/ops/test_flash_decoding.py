@@ -302,6 +302,26 @@ def test_bad_input(impl):
                 run(fn, impl, *wrong)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("impl", EACH)
+def test_what_lies_beyond_a_length_may_be_anything(impl, splits):
+    q, k, v = inputs(9)
+    lengths = torch.tensor([0, 4])
+    (clean,) = run(IMPLS[impl], impl, q, k, v, splits, lengths)
+    for b, n in enumerate(lengths):
+        k[b, :, n:] = v[b, :, n:] = torch.nan
+    assert torch.equal(run(IMPLS[impl], impl, q, k, v, splits, lengths)[0], clean)
+
+
+@needs_triton
+def test_a_gradient_is_not_lost_silently():
+    q, k, v = inputs(9)
+    with pytest.raises(RuntimeError, match="no gradient.*torch.no_grad"):
+        flash_decoding_triton(q.requires_grad_(), k, v)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        matmul.matmul_triton(q[0], k[0, 0].T)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_natively(dtype, tolerance):

@@ -144,6 +144,16 @@ def test_bad_input(impl):
     if NATIVE == "cpu" or impl != "triton":
         with pytest.raises(ValueError, match=r"between 0 and the 16 keys that there is room for, got \[9, 17\]"):
             run(fn, impl, q, k_pages, v_pages, tables, torch.tensor([9, 17]))
+        for entry in (-1, len(k_pages)):
+            wrong = tables.clone()
+            wrong[1, 0] = entry
+            with pytest.raises(
+                ValueError, match=f"tables name pages 0 to {len(k_pages) - 1} within each length.*{entry}"
+            ):
+                run(fn, impl, q, k_pages, v_pages, wrong, lengths)
+            run(fn, impl, q, k_pages, v_pages, wrong, torch.tensor([9, 0]))
+    with pytest.raises(ValueError, match="H divides by K"):
+        run(fn, impl, q, k_pages[:, :, :0], v_pages[:, :, :0], tables, lengths)
 
 
 @pytest.mark.gpu
