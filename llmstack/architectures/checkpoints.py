@@ -97,6 +97,10 @@ def save(model: nn.Module, path: str | Path, shard_bytes: float = 5e9) -> None:
     folder = Path(path)
     if folder.is_file():
         raise ValueError(f"{folder} is a file; save takes a folder, which it makes where there is none")
+    if (by := getattr(model, "tuned_by", "full")) not in (None, "full"):
+        raise ValueError(f"the model is prepared for {by!r}; merge() first, or keep its state() in a file of its own")
+    if packed := [name for name, m in model.named_modules() if hasattr(m, "dequantise")]:
+        raise ValueError(f"{packed[0]} holds its weight in few bits, which no checkpoint holds; put a linear there")
     folder.mkdir(parents=True, exist_ok=True)
     raw = config_to_hf(model.config)
     mine = dict(model.named_parameters())
@@ -112,11 +116,8 @@ def save(model: nn.Module, path: str | Path, shard_bytes: float = 5e9) -> None:
     raw |= {"dtype": str(next(iter(mine.values())).dtype).removeprefix("torch.")}
     old = {p for pattern in ("model*.safetensors*", ".model*.tmp", ".config.json*.tmp") for p in folder.glob(pattern)}
     tag = uuid4().hex[:8]  # new shards beside the old ones: the index decides which are read
-    names = (
-        [WHOLE]
-        if len(shards) == 1
-        else [f"model-{i + 1:05}-of-{len(shards):05}-{tag}.safetensors" for i in range(len(shards))]
-    )
+    names = [f"model-{i + 1:05}-of-{len(shards):05}-{tag}.safetensors" for i in range(len(shards))]
+    names = names if len(shards) > 1 else [WHOLE]
     text = lambda content: lambda at: at.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     weights = {
         file: lambda at, shard=shard: save_file(shard, at, metadata={"format": "pt"})

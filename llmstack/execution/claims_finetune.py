@@ -46,9 +46,8 @@ def backward_skips_frozen_weights() -> Computed:
 def full_tuning_forgets() -> Computed:
     """BC-10: the old domains' rise in loss under full tuning."""
     learnt, forgotten = moved_by("full")
-    return Computed(
-        forgotten, "nats a token", f"C++ {learnt:.2f} nats a token better, what it knew before {forgotten:.2f} worse"
-    )
+    says = f"C++ {learnt:.2f} nats a token better, what it knew before {forgotten:.2f} worse"
+    return Computed(forgotten, "nats a token", says)
 
 
 def lora_learns_less() -> Computed:

@@ -139,11 +139,8 @@ def sources() -> list[Document]:
     paths = [p for package in PACKAGES for p in sorted((library / package).rglob("*.py"))]
     names = [p.relative_to(library).with_suffix("").as_posix() for p in paths]
     skip = re.compile(r"(^|/)(tests?|idle_test)/|_data$|entities$")
-    return [
-        Document("sources", name, name, text)
-        for path, name in zip(paths, names)
-        if not skip.search(name) and len(text := _plain(path.read_text(encoding="utf-8"))) > 500
-    ]
+    texts = [(n, _plain(p.read_text(encoding="utf-8"))) for p, n in zip(paths, names) if not skip.search(n)]
+    return [Document("sources", name, name, text) for name, text in texts if len(text) > 500]
 
 
 def _plain(text: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ def windows(stream: Sequence[int] | Tensor, length: int, batch: int, seed: int =
 
     Raises ValueError on a stream that does not fill one window.
     """
+    whole(length=length)
     stream = torch.as_tensor(stream, dtype=torch.long)
     n = (len(stream) - 1) // length
     if n < 1:
@@ -53,6 +55,7 @@ def packed(documents: Sequence[Example], length: int, batch: int, seed=0, pad=0,
     need more than `length` places: too_long "raise", "split" (the token between two parts is the first's last target
     and the second's first input) or "truncate". Raises ValueError on those, and where no document is left.
     """
+    whole(length=length)
     if too_long not in TOO_LONG:
         raise ValueError(f"too_long = {too_long!r}, but it must be one of {', '.join(TOO_LONG)}")
     parts = []
@@ -93,17 +96,20 @@ def padded(examples: Sequence[Example], batch: int, seed: int = 0, pad: int = 0)
     """
     if not len(examples):
         raise ValueError("there are no examples: is the corpus empty?")
-    examples = _examples(examples)
-    for i, e in enumerate(examples):
-        if not 0 < len(e["ids"]) == len(e["targets"]):
-            sizes = f"{len(e['ids'])} ids and {len(e['targets'])} targets"
-            raise ValueError(f"example {i} has {sizes}, but each id has one target (-100: no loss), and there is one")
+    examples = _examples(examples, 1)
     order = _order(len(examples), batch, seed)
     return lambda step: collate([examples[i] for i in order(step).tolist()], pad)
 
 
-def _examples(given: Sequence[Example]) -> list[dict[str, Tensor]]:
-    pairs = (e if isinstance(e, Mapping) else {"ids": e[:-1], "targets": e[1:]} for e in given)
+def _examples(given: Sequence[Example], least: int = 0) -> list[dict[str, Tensor]]:
+    """As mappings. Raises ValueError on too few ids, another number of targets, and other keys than the first's."""
+    pairs = [e if isinstance(e, Mapping) else {"ids": e[:-1], "targets": e[1:]} for e in given]
+    for i, e in enumerate(pairs):
+        if e.keys() != pairs[0].keys():
+            raise ValueError(f"example {i} has {', '.join(e)}, but example 0 {', '.join(pairs[0])}: all have the same")
+        n, m = len(e["ids"]), len(e.get("targets", ()))
+        if not least <= n == m:
+            raise ValueError(f"example {i} has {n} ids and {m} targets, but each id has one (-100: no loss)")
     return [{key: torch.as_tensor(x, dtype=torch.long) for key, x in e.items()} for e in pairs]
 
 
@@ -125,9 +131,15 @@ def fill(batch: Batch) -> float:
     return batch["padding"].float().mean().item() if "padding" in batch else 1.0
 
 
+def whole(least: int = 1, **given: int) -> None:
+    """Raises ValueError on what is no whole number, or less than `least`."""
+    for name, value in given.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} = {value!r}, but it must be a whole number, {least} or more")
+
+
 def _order(n: int, batch: int, seed: int) -> Callable[[int], Tensor]:
     """step -> the numbers [batch] of what it takes of n things: permutations, one for each epoch, laid end to end."""
-    if batch < 1:
-        raise ValueError(f"batch = {batch}, but it must be at least 1")
+    whole(batch=batch)
     permutation = lru_cache(maxsize=4)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(n))
     return lambda step: torch.tensor([permutation(k // n)[k % n] for k in range(step * batch, (step + 1) * batch)])

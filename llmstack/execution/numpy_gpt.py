@@ -101,13 +101,9 @@ def windows(tokens: np.ndarray, B: int, T: int, steps: int, seed: int = 0) -> It
 
 
 def train(
-    w: Arrays,
-    config: ModelConfig,
-    batches: Iterable[np.ndarray],
-    optimizer: Optimizer,
-    schedule: Callable[[int], float] = lambda t: 1.0,
-    max_norm: float = np.inf,
-) -> list[float]:
+    w: Arrays, config: ModelConfig, batches: Iterable[np.ndarray], optimizer: Optimizer,
+    schedule: Callable[[int], float] = lambda t: 1.0, max_norm: float = np.inf,
+) -> list[float]:  # fmt: skip
     """Forward, backward, update for each batch [B, T + 1]; w changes in place. Returns the losses."""
     losses = []
     for t, batch in enumerate(batches):

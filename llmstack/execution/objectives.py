@@ -75,9 +75,7 @@ def masking(data: Data, mask_id: int, vocab_size: int, rate=0.15, p=1.0, longest
     return masked
 
 
-def corrupting(
-    data: Data, sentinel: int, start: int = 0, eos: int = 1, rate: float = 0.15, mean: float = 3.0, seed: int = 0
-) -> Data:
+def corrupting(data: Data, sentinel: int, start=0, eos=1, rate=0.15, mean=3.0, seed=0) -> Data:
     """Batches for text_to_text: what spans are cut out of the source, the target tells (`span_corruption`)."""
 
     def corrupted(step: int) -> Batch:

@@ -42,17 +42,10 @@ class Optimizer:
     """The step above. `settings` go to the direction; `decays(name, w)` says which weights decay and are scaled."""
 
     def __init__(
-        self,
-        params: Mapping[str, Array],
-        lr: float,
-        direction: Callable[..., Array],
-        l2: float = 0.0,
-        decay: float = 0.0,
-        eta: float | None = None,
-        scale: Callable[[Array, Array], float] | None = None,
-        decays: Callable[[str, Array], bool] = lambda name, w: True,
-        **settings: Any,
-    ):
+        self, params: Mapping[str, Array], lr: float, direction: Callable[..., Array], l2=0.0, decay=0.0,
+        eta: float | None = None, scale: Callable[[Array, Array], float] | None = None,
+        decays: Callable[[str, Array], bool] = lambda name, w: True, **settings: Any,
+    ):  # fmt: skip
         if not isinstance(params, Mapping) or not params:
             raise ValueError("params is a mapping name -> weight, and not empty: dict(model.named_parameters())")
         for name, value in dict(lr=lr, l2=l2, decay=decay).items():

@@ -123,10 +123,8 @@ class _Products(TorchFunctionMode):
         both = lambda x: _Round.apply(x, plain, plain) if isinstance(x, Tensor) and x.is_floating_point() else x
         if fn is not F.linear or kind != "fp8":
             return both(fn(*map(both, args), **{name: both(x) for name, x in kwargs.items()}))
-        eight = {
-            name: partial(delayed_scaling, format=format, history=self.precision.amax[f"{self.linears} {name}"])
-            for name, format in OPERANDS.items()
-        }
+        past = lambda name: self.precision.amax[f"{self.linears} {name}"]
+        eight = {n: partial(delayed_scaling, format=f, history=past(n)) for n, f in OPERANDS.items()}
         self.linears += 1
         x, w, *bias = args
         y = fn(_Round.apply(x, eight["x"], plain), _Round.apply(w, eight["w"], plain), *map(both, bias), **kwargs)

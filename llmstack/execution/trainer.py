@@ -23,7 +23,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, asdict, dataclass, is_dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field, is_dataclass
 from math import inf, isfinite
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llmstack.architectures.hf import CheckpointError
-from llmstack.execution.data import Batch, Data
+from llmstack.execution.data import Batch, Data, whole
 from llmstack.execution.objectives import next_token
 from llmstack.execution.optimizers import Optimizer, clip_
 
@@ -65,6 +65,7 @@ class Trainer:
     clip: the largest global norm of the gradient, above 0; None or infinity leaves it.
     precision: one of precision.py; None computes in the weights' dtype.
     folder, every, keep: a checkpoint after every so many steps (0: none) and when `run` ends; the last few stay.
+    told: of what else a resumed run must have in common, ready for JSON; it is in the checkpoints' config.
     seed: seed · 1,000,003 + step seeds torch's generator at each step; the caller's is left as it is.
     after_backward(): before clipping, such as a mask on gradients. on_step(record): after each step.
 
@@ -83,6 +84,7 @@ class Trainer:
     folder: str | Path | None = None
     every: int = 0
     keep: int = 2
+    told: Mapping = field(default_factory=dict)
     seed: int = 0
     after_backward: Callable[[], None] | None = None
     on_step: Callable[[dict], None] | None = None
@@ -91,9 +93,10 @@ class Trainer:
         for name in ("data", "loss", "schedule", "after_backward", "on_step"):
             if not callable(value := getattr(self, name)) and (value is not None or name in ("data", "loss")):
                 raise TypeError(f"{name} must be a function, as data of the step is, but it is {value!r}")
-        for name, least in dict(accumulate=1, every=0, keep=1, seed=0).items():
-            if type(value := getattr(self, name)) is not int or value < least:
-                raise ValueError(f"{name} = {value!r}, but it must be a whole number, {least} or more")
+        if not hasattr(self.precision, "forward") and self.precision is not None:
+            raise TypeError(f"precision = {self.precision!r}, but it is an object: Precision('bf16'), or None")
+        whole(accumulate=self.accumulate, keep=self.keep)
+        whole(0, every=self.every, seed=self.seed)
         mine = {id(p) for p in self.model.parameters()}
         params = getattr(self.optimizer, "params", {"nothing by name": None})
         if strange := [name for name, p in params.items() if id(p) not in mine]:
@@ -109,6 +112,7 @@ class Trainer:
         "tokens": targets, "seconds"}; with a precision also "scale" and "skipped": a step whose gradient overflowed
         under loss scaling changes no weight, and has no grad_norm. Raises TrainingDiverged.
         """
+        whole(0, steps=steps)
         if (self.folder or self.every) and not self.begun and (self.checkpoints() or (self.folder / LOG).is_file()):
             raise ValueError(f"{self.folder} holds a run already: call resume() first, or take another folder")
         self.begun, mode = True, self.model.training
@@ -139,10 +143,10 @@ class Trainer:
             batches[i] = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
             with self.precision.forward(self.model) if self.precision else nullcontext():
                 total, count = self.loss(self.model, batches[i])
-            first = first if counts else max(1, count)  # the others' counts are not known yet
+            first = first if counts else max(1, int(count))  # the others' counts are not known yet
             mean = total / first
             (mean * self.precision.scale if self.precision else mean).backward()
-            means, counts = [*means, mean.detach()], [*counts, count]
+            means, counts = [*means, mean.detach()], [*counts, int(count)]
         if not sum(counts):
             raise ValueError(f"step {self.step} has no target: every one of data({i}) is -100")
         share = first / sum(counts)
@@ -208,21 +212,23 @@ class Trainer:
         try:
             with safe_open(path, "pt", device=str(self.device)) as file:
                 told, state = json.loads(file.metadata()["trainer"]), {n: file.get_tensor(n) for n in file.keys()}
-        except SafetensorError as error:
+        except (SafetensorError, TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: {error}; delete it, and the one before it is taken") from None
         part = lambda prefix: {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
-        shapes = lambda tensors: {f"the shape of {name}": list(t.shape) for name, t in tensors.items()}
+        shapes = lambda tensors: {f"the shape of {name}": f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}
         theirs = told["config"] | shapes(part("model/"))
         ours = self._config() | shapes(mine := self._tensors())
         if differ := [k for k in theirs | ours if theirs.get(k) != ours.get(k)]:
             some = ", ".join(f"{k} is {theirs.get(k)} there and {ours.get(k)} here" for k in differ[:6])
             raise CheckpointError(f"{path} is of another run: {some}; give what it was made with, or another folder")
+        if (os.path.getsize(log) if (log := path.with_name(LOG)).is_file() else 0) < told["log_bytes"]:
+            raise CheckpointError(f"{log} lacks lines from before step {told['step']}: put it back, or start anew")
         self.optimizer.load_state_dict(part("optimizer/") | told["optimizer"])
         for name, tensor in mine.items():
             tensor.data.copy_(state[f"model/{name}"])
         if self.precision:
             self.precision.load(told["precision"])
-        os.truncate(path.with_name(LOG), told["log_bytes"])
+        os.truncate(log, told["log_bytes"])
         self.step = told["step"]
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -232,14 +238,19 @@ class Trainer:
     def _config(self) -> dict:
         dials = asdict(config) if is_dataclass(config := getattr(self.model, "config", None)) else {}
         own = {"name": type(self.model).__name__, "accumulate": self.accumulate, "seed": self.seed, "source": ""}
-        return json.loads(json.dumps(dials | own | {"precision": self.precision and self.precision.kind}))
+        direction = getattr(self.optimizer, "direction", type(self.optimizer))
+        own |= {"optimizer": direction.__name__, "precision": self.precision and self.precision.kind}
+        return json.loads(json.dumps(dials | own | dict(self.told)))
 
 
 def read_log(folder: str | Path) -> list[dict]:
     """The records of a run so far; a line that is just being written is left out."""
     path = Path(folder) / LOG
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path} has a line that is no record, take it out: {error}") from None
 
 
 def _write(path: Path, tensors: dict[str, Tensor], told: dict) -> Path:

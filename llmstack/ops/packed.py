@@ -36,7 +36,7 @@ class Packed(nn.Module):
 
     def __init__(self, of: nn.Linear):
         super().__init__()
-        self.in_features, self.out_features = of.in_features, of.out_features
+        self.in_features, self.out_features, self.dtype = of.in_features, of.out_features, of.weight.dtype
 
     def keep(self, bias: Tensor | None = None, **buffers: Tensor) -> None:
         for name, tensor in (buffers | {"bias": bias}).items():
@@ -44,6 +44,11 @@ class Packed(nn.Module):
 
     def dequantise(self) -> Tensor:
         raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """Ŵ [out, in], made anew, in the dtype of the linear's."""
+        return self.dequantise().to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""

@@ -129,5 +129,20 @@ def test_bad_data_is_refused():
         padded([[1, 2], {"ids": [1, 2], "targets": [1]}], 1)
     with pytest.raises(ValueError, match="example 0 has 0 ids and 0 targets"):
         padded([[1]], 1)
-    with pytest.raises(ValueError, match="batch = 0"):
-        windows(range(9), 4, 0)
+    for wrong, make in {
+        "batch = 0": lambda: windows(range(9), 4, 0),
+        "batch = 2.0": lambda: windows(range(9), 4, 2.0),
+        "length = 0": lambda: windows(range(9), 0, 1),
+        "length = '4'": lambda: windows(range(9), "4", 1),
+        "length = -1": lambda: packed([[1, 2]], -1, 1, too_long="truncate"),
+    }.items():
+        with pytest.raises(ValueError, match=f"{wrong}, but it must be a whole number, 1 or more"):
+            make()
+    both, more = {"ids": [1], "targets": [2]}, {"ids": [1, 2], "targets": [2, 3, 4]}
+    with pytest.raises(ValueError, match="example 0 has 2 ids and 3 targets"):  # else every target after it is off
+        packed([more, both], 8, 1)
+    for examples in ([both, both | {"source": [3]}], [both | {"source": [3]}, both]):
+        with pytest.raises(ValueError, match="example 1 has ids, .*targets.*, but example 0 ids,"):
+            padded(examples, 2)
+    with pytest.raises(ValueError, match="example 0 has 1 ids and 0 targets"):
+        padded([{"ids": [1]}], 1)

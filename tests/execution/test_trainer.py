@@ -7,6 +7,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -384,9 +385,13 @@ def test_a_checkpoint_of_another_config_is_refused_and_the_difference_named(tmp_
         with pytest.raises(CheckpointError, match=difference):
             run.resume()
         assert run.step == 0 and all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
+    with pytest.raises(CheckpointError, match="optimizer is adam_direction there and momentum_direction here"):
+        setup(build(CONFIG), folder=tmp_path, make=sgd).resume()
+    with pytest.raises(CheckpointError, match=r"torch.float32 there and \[.*\] torch.float64 here"):
+        setup(build(CONFIG).double(), folder=tmp_path).resume()
     smaller = Dropped(D=8)
     setup(Dropped(), folder=tmp_path / "b").run(1)
-    with pytest.raises(CheckpointError, match=r"head.weight is \[50, 16\] there and \[50, 8\] here"):
+    with pytest.raises(CheckpointError, match=r"head.weight is \[50, 16\] .* there and \[50, 8\] .* here"):
         setup(smaller, folder=tmp_path / "b").resume()
     assert setup(build(CONFIG), folder=tmp_path).resume() == 1
 
@@ -398,8 +403,26 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     last.write_bytes(last.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="step-00000002.safetensors is damaged.*delete it"):
         setup(folder=tmp_path).resume()
+    safetensors.torch.save_file({"model/x": torch.ones(1)}, last)  # whole, but no trainer wrote it
+    with pytest.raises(CheckpointError, match="step-00000002.safetensors is damaged.*delete it"):
+        setup(folder=tmp_path).resume()
     last.unlink()
     assert setup(folder=tmp_path).resume() == 1
+
+
+def test_a_log_that_lost_lines_is_named(tmp_path):
+    """Neither filled up with nothing nor found out after the weights have changed."""
+    setup(folder=tmp_path).run(2)
+    log, run = tmp_path / "log.jsonl", setup(folder=tmp_path)
+    whole, before = log.read_bytes(), {k: v.clone() for k, v in run.model.state_dict().items()}
+    for spoil in (lambda: log.write_bytes(whole[:-9]), log.unlink):
+        spoil()
+        with pytest.raises(CheckpointError, match="log.jsonl lacks lines from before step 2"):
+            run.resume()
+        assert run.step == 0 and all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
+    log.write_bytes(b"{no record}\n" + whole)
+    with pytest.raises(ValueError, match="log.jsonl has a line that is no record"):
+        read_log(tmp_path)
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
@@ -438,6 +461,11 @@ def test_wrong_optimizers_data_and_folders_are_refused():
         setup(data=lambda step: (1, 2)).run(1)
     with pytest.raises(ValueError, match="no target"):
         setup(data=lambda step: {"ids": STREAM[None], "targets": STREAM[None] * 0 - 100}).run(1)
+    for steps in (2.5, "3", -1):
+        with pytest.raises(ValueError, match=f"steps = {steps!r}, but it must be a whole number, 0 or more"):
+            setup().run(steps)
+    with pytest.raises(TypeError, match="precision = 'bf16', but it is an object: Precision"):
+        setup(precision="bf16")
     with pytest.raises(ValueError, match="max_norm = 0"):
         setup(clip=0).run(1)
     for act in (lambda run: run.resume(), lambda run: run.save(), lambda run: run.run(1)):

@@ -39,14 +39,15 @@ class Adapted(nn.Module):
 
 
 def serial(
-    model: nn.Module, m: int = 8, where: Sequence[str] = ("attention", "ffn"), scale=1.0, beside=False, seed: int = 0
+    model: nn.Module, m=8, where: Sequence[str] = ("attention", "ffn"), scale=1.0, beside=False, seed=0
 ) -> Tuned:
     """Train an adapter of inner width m at the sublayers `where` of each block: attention, cross, ffn.
 
     `beside`: it reads what the sublayer reads, not what it gives.
     """
     places = [(b, name) for b in model.modules() if isinstance(b, Block) for name in where if hasattr(b, name)]
-    if not 1 <= m or set(where) != {name for _, name in places} or not {"attention", "cross", "ffn"}.issuperset(where):
+    own = {name for _, name in places} & {"attention", "cross", "ffn"}
+    if m < 1 or not where or set(where) != own:
         raise ValueError(f"m = {m}, where = {where}: a width of 1 or more, at the blocks' own of attention, cross, ffn")
     freeze(model)
     rng = torch.Generator().manual_seed(seed)

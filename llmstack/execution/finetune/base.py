@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ METHODS = {  # name -> module.function(model, **settings) -> Tuned
     "qlora": "quantised.qlora", "qa-lora": "quantised.qa_lora", "lq-lora": "lq_lora.lq_lora",
     "diff": "sparse.diff", "pafi": "sparse.pafi", "fish": "sparse.fish",
 }  # fmt: skip
+
+TYPES = {bool: (bool, "true or false"), int: (Integral, "a whole number"), float: (Real, "a number")}
 
 
 @dataclass
@@ -82,6 +85,7 @@ def prepare(model: nn.Module, method: str, **settings: Any) -> Tuned:
     known = list(inspect.signature(function).parameters)[1:]
     if unknown := sorted(set(settings) - set(known)):
         raise ValueError(f"{method!r} has no setting {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+    check_types(repr(method), function, settings)
     before = [p for p in model.parameters() if p.requires_grad]
     tuned = function(model, **settings)
     model.tuned_by, merge = method, tuned.merge
@@ -91,6 +95,7 @@ def prepare(model: nn.Module, method: str, **settings: Any) -> Tuned:
         plain.tuned_by = None
         for p in before:
             p.requires_grad_(True)
+        tuned.merge = lambda: plain  # once: a second time it would undo what is there by then
         return plain
 
     tuned.merge = merge and merged
@@ -103,6 +108,15 @@ def function_of(method: str) -> Callable[..., Tuned]:
         raise ValueError(f"no method {method!r} of fine-tuning; there are {', '.join(METHODS)}")
     module, _, name = METHODS[method].rpartition(".")
     return getattr(import_module(f"llmstack.execution.finetune.{module}"), name)
+
+
+def check_types(where: str, function: Callable, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError on a setting that is no number, or not true or false, where its default is one."""
+    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    for name, value in settings.items():
+        kind, said = TYPES.get(type(default := defaults.get(name)), (object, ""))
+        if not isinstance(value, kind) or said and (isinstance(value, bool) != (kind is bool) or value != value):
+            raise ValueError(f"{name} = {value!r}, but {where} takes {said}, such as {default!r}")
 
 
 def full(model: nn.Module) -> Tuned:
@@ -126,7 +140,7 @@ def linears(model: nn.Module, targets: Targets = ("q", "v")) -> Iterator[tuple[s
     found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and "blocks." in n}
     ends = [""] if targets == "all" else [targets] if isinstance(targets, str) else list(targets)
     chosen = {end: [n for n in found if not end or f".{n}".endswith(f".{end}")] for end in ends}
-    if lost := [end for end, names in chosen.items() if not names]:
+    if (lost := [end for end, names in chosen.items() if not names]) or not ends:
         kinds = sorted({name.rpartition(".")[2] for name in found})
         raise ValueError(f"targets {lost} match no linear of the blocks; they have {', '.join(kinds) or 'none'}, 'all'")
     for name in (n for n in found if any(n in names for names in chosen.values())):

@@ -22,13 +22,13 @@ from llmstack.execution.finetune.base import Targets, Tuned, freeze, linears
 class LoRA(nn.Module):
     """A linear, or whatever has in_features and out_features and is called as one, with a low-rank update beside it.
 
-    A is uniform within ± 1 / √in, as PEFT draws it. Where the base holds no floating-point weight, A and B are fp32.
+    A is uniform within ± 1 / √in, as PEFT draws it; A and B have the dtype of the base's weight.
     """
 
     def __init__(self, base: nn.Module, r: int, alpha: float, rng: torch.Generator):
         super().__init__()
         like = next(chain(base.parameters(), base.buffers()))
-        to = dict(device=like.device, dtype=like.dtype if like.is_floating_point() else torch.float32)
+        to = dict(device=like.device, dtype=getattr(base, "dtype", like.dtype))
         a = (2 * torch.rand(r, base.in_features, generator=rng, device="cpu") - 1) * base.in_features**-0.5
         self.base, self.scale = base, alpha / r
         self.a = nn.Parameter(a.to(**to))  # [r, in]
@@ -42,14 +42,15 @@ class LoRA(nn.Module):
         """ΔW [out, in]."""
         return self.scale * self.b @ self.a
 
-    def total(self) -> Tensor:
-        """W + ΔW [out, in]."""
-        return (self.base.weight if isinstance(self.base, nn.Linear) else self.base.dequantise()) + self.delta()
+    @property
+    def weight(self) -> Tensor:
+        """W + ΔW [out, in], for who reads a linear's matrix in place of calling it."""
+        return self.base.weight + self.delta()
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
         """What stands here after training: a linear of W + ΔW."""
-        return dense(self.total(), self.base.bias)
+        return dense(self.weight, self.base.bias)
 
 
 def dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:

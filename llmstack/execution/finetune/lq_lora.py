@@ -16,7 +16,7 @@ The e[m, c] are squared errors after the first round of the alternation. Bits ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -34,7 +34,7 @@ CHOICES = tuple(product((2, 3, 4, 8), (16, 32, 64)))  # bits, block
 def low_rank(w: Tensor, r: int, fisher: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """B [out, r] and A [r, in], whose product is nearest to w [out, in], in the metric of a fisher [out, in]."""
     rows, columns = ((torch.ones_like(w) if fisher is None else fisher + 1e-12).mean(i).sqrt() for i in (1, 0))
-    u, s, v = torch.linalg.svd(rows[:, None] * w * columns, full_matrices=False)
+    u, s, v = torch.linalg.svd((rows[:, None] * w * columns).float(), full_matrices=False)
     root = s[:r].sqrt()
     return u[:, :r] * root / rows[:, None], root[:, None] * v[:r] / columns
 
@@ -74,17 +74,18 @@ def allocate(errors: np.ndarray, bits: np.ndarray, budget: float) -> np.ndarray:
     M, C = errors.shape
     one_each = LinearConstraint(np.kron(np.eye(M), np.ones(C)), 1, 1)
     affordable = LinearConstraint(bits.reshape(1, -1), ub=budget)
-    found = milp(errors.ravel() / errors.max(), integrality=1, bounds=Bounds(0, 1), constraints=[one_each, affordable])
+    costs, rules = errors.ravel() / (errors.max() or 1), [one_each, affordable]
+    found = milp(costs, integrality=1, bounds=Bounds(0, 1), constraints=rules)
     if found.x is None:
         raise ValueError(f"a budget of {budget:.0f} bits is below the least that is possible, {bits.min(1).sum()}")
     return found.x.reshape(M, C).argmax(1)
 
 
-def lq_lora(
-    model: nn.Module, r=8, budget=2.75, targets="all", rounds=10, fisher: Mapping | None = None, choices=CHOICES
-) -> Tuned:
+def lq_lora(model: nn.Module, r=8, budget=2.75, targets="all", rounds=10, fisher=None, choices=CHOICES) -> Tuned:
     """LQ-LoRA within `budget` bits a weight. `fisher` has F by the linears' names, `choices` what a matrix may have:
     (bits, block) pairs, only one for a uniform base. `merge()` as in QLoRA."""
+    if rounds < 1 or not choices:
+        raise ValueError(f"rounds = {rounds}, choices = {choices}: one round and one choice at least")
     found = {module: (fisher or {}).get(name) for name, _, _, module in linears(model, targets)}
     sizes = [m.weight.numel() for m in found]
     stored = lambda m, choice: lambda w: NFLinear(m, *choice, weight=w).dequantise()
@@ -101,5 +102,6 @@ def lq_lora(
     parts = {m: decompose(m.weight, r, stored(m, c), rounds, found[m]) for m, c in chosen.items()}
     tuned = attach(model, r, r, targets, 0, lambda m: NFLinear(m, *chosen[m], weight=parts[m][0]))
     for module, (_, b, a, _) in zip((m for m in model.modules() if isinstance(m, LoRA)), parts.values()):
-        module.a.data, module.b.data = a.contiguous(), b.contiguous()
+        module.a.data.copy_(a)
+        module.b.data.copy_(b)
     return tuned

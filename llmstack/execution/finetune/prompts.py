@@ -69,7 +69,7 @@ class Prefixed:
 
 
 def prompt(
-    model: nn.Module, length: int = 20, ids: Sequence[int] | None = None, encoder="", hidden=0, layers=2, seed: int = 0
+    model: nn.Module, length=20, ids: Sequence[int] | None = None, encoder="", hidden=0, layers=2, seed=0
 ) -> Tuned:
     """Train ℓ vectors before the token embeddings; as they are, or through an encoder of inner width `hidden` (0: D):
     "lstm", both ways in `layers` layers and an MLP behind, or "mlp"."""
@@ -82,9 +82,7 @@ def prompt(
     return _install(model, rows, encoders[encoder], _at_embedding, seed)
 
 
-def p_tuning_v2(
-    model: nn.Module, length: int = 20, ids: Sequence[int] | None = None, hidden: int = 0, seed: int = 0
-) -> Tuned:
+def p_tuning_v2(model: nn.Module, length=20, ids: Sequence[int] | None = None, hidden=0, seed=0) -> Tuned:
     """Train ℓ keys and values in each layer; with `hidden`, through an MLP of that inner width from a table [ℓ, K Dh].
 
     Prefix tuning is this with an MLP, without which its paper found training unstable.

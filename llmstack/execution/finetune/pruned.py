@@ -41,13 +41,13 @@ class MaskedLoRA(LoRA):
     def merged(self) -> nn.Linear:
         """The layer without masks and adapter, [kept rows, kept columns]."""
         bias = self.base.bias
-        return dense(self.total()[self.rows][:, self.columns], None if bias is None else bias[self.rows])
+        return dense(self.weight[self.rows][:, self.columns], None if bias is None else bias[self.rows])
 
 
 def lora_importance(module: MaskedLoRA) -> Tensor:
     """LoRAPrune's I [out, in] from A, B and their gradients alone."""
     da, db = module.a.grad, module.b.grad
-    return ((db @ module.a + module.b @ da - db @ da) * module.total()) ** 2
+    return ((db @ module.a + module.b @ da - db @ da) * module.weight) ** 2
 
 
 def parts(ffn: FeedForward) -> list[tuple[MaskedLoRA, str, int]]:
@@ -72,13 +72,11 @@ def splora(model: nn.Module, r: int = 8, alpha: float = 16.0, keep: float = 0.5,
     """Keep that share of the channels, by magnitude, and tune the rest. `merge()` gives the small dense model."""
     ffns, kept, tuned = _prepare(model, r, alpha, keep, seed)
     for ffn in ffns:
-        mask(ffn, channels(ffn, lambda m: m.total() ** 2), kept)
+        mask(ffn, channels(ffn, lambda m: m.weight**2), kept)
     return tuned
 
 
-def loraprune(
-    model: nn.Module, r: int = 8, alpha=16.0, keep=0.5, rounds: int = 5, every: int = 10, momentum=0.9, seed: int = 0
-) -> Tuned:
+def loraprune(model: nn.Module, r=8, alpha=16.0, keep=0.5, rounds=5, every=10, momentum=0.9, seed=0) -> Tuned:
     """Prune as it trains: after every `every` steps a share goes, `rounds` times. `merge()` gives the small model."""
     if min(rounds, every) < 1:
         raise ValueError(f"rounds = {rounds!r} and every = {every!r}, but both are at least 1")

@@ -11,13 +11,11 @@ codes and scales are untouched, and y is the same but for the rounding of a sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from llmstack.execution.finetune.base import Tuned
+from llmstack.execution.finetune.base import Targets, Tuned
 from llmstack.execution.finetune.lora import LoRA, attach
 from llmstack.ops.packed import IntLinear, NFLinear
 
@@ -33,23 +31,23 @@ class PooledLoRA(LoRA):
         sums = x.unflatten(-1, (-1, self.base.group)).sum(-1)  # [..., in / group]
         return self.base(x) + linear(linear(sums, self.a), self.b) * self.scale
 
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight + self.delta().repeat_interleave(self.base.group, 1)
+
     @torch.no_grad()
     def merged(self) -> IntLinear:
         self.base.zero -= self.delta() / self.base.scale
         return self.base
 
 
-def qlora(
-    model: nn.Module, r: int = 8, alpha=16.0, targets: str | Sequence[str] = "all", block=64, double=True, seed: int = 0
-) -> Tuned:
+def qlora(model: nn.Module, r=8, alpha=16.0, targets: Targets = "all", block=64, double=True, seed=0) -> Tuned:
     """LoRA on NF4. `merge()` gives plain linears of Ŵ + ΔW in full precision."""
     if block < 1:
         raise ValueError(f"block = {block!r}, but a constant is for at least one weight; the paper has 64")
     return attach(model, r, alpha, targets, seed, lambda linear: NFLinear(linear, 4, block, double))
 
 
-def qa_lora(
-    model: nn.Module, r: int = 8, alpha=16.0, targets: str | Sequence[str] = "all", bits=4, group=32, seed: int = 0
-) -> Tuned:
+def qa_lora(model: nn.Module, r=8, alpha=16.0, targets: Targets = "all", bits=4, group=32, seed=0) -> Tuned:
     """QA-LoRA. `merge()` moves zero points and leaves IntLinears. Raises ValueError where `group` does not divide."""
     return attach(model, r, alpha, targets, seed, lambda linear: IntLinear(linear, bits, group), PooledLoRA)

@@ -107,20 +107,20 @@ def pafi(model: nn.Module, share: float = 0.005, targets: str | Sequence[str] = 
 
 def fisher(model: nn.Module, data: Callable, samples: int = 64, targets="all", loss=next_token) -> dict[str, Tensor]:
     """Mean over `samples` rows of data(0), data(1), … of the squared gradient of the row's log-probability."""
+    if samples < 1:
+        raise ValueError(f"samples = {samples}, but a mean is over one row at least")
     chosen = weights(model, targets)
     mean = {name: torch.zeros_like(w.requires_grad_()) for name, w in chosen.items()}
-    rows = (
-        {k: v[i : i + 1] for k, v in batch.items()} for batch in map(data, count()) for i in range(len(batch["ids"]))
-    )
+    rows = ({k: v[i : i + 1] for k, v in b.items()} for b in map(data, count()) for i in range(len(b["ids"])))
     for row in islice(rows, samples):
         for total, g in zip(mean.values(), torch.autograd.grad(loss(model, row)[0], list(chosen.values()))):
             total += g * g / samples
     return mean
 
 
-def fish(model: nn.Module, data: Callable, share: float = 0.005, samples: int = 64, targets="all") -> Tuned:
+def fish(model: nn.Module, data: Callable, share=0.005, samples=64, targets="all", loss=next_token) -> Tuned:
     """Trains the `share` of weights with most Fisher information on the data; the mask is found once and then fixed."""
-    at = pick(fisher(model, data, samples, targets), share)
+    at = pick(fisher(model, data, samples, targets, loss), share)
     return attach(model, {name: Values(places) for name, places in at.items()})
 
 

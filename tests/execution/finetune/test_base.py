@@ -94,7 +94,9 @@ def test_merged_is_unmerged(method, tmp_path):
     merged = tuned.merge()
     torch.testing.assert_close(merged(IDS), expected, rtol=1e-4, atol=1e-4)
     if set(dict(merged.named_parameters())) != plain:
-        pytest.skip("this method's weights have a format of their own, which checkpoints do not hold")
+        with pytest.raises(ValueError, match="in few bits, which no checkpoint holds"):
+            save(merged, tmp_path)
+        return
     save(merged, tmp_path)
     assert torch.equal(load(tmp_path)(IDS), merged(IDS))
     assert prepare(merged, "full").count == sum(p.numel() for p in merged.parameters())
@@ -263,6 +265,15 @@ T5 = LLAMA.with_(kind="encoder-decoder", n_kv_heads=4)
         (LLAMA, "prompt", {"length": 0}, "length = 0"),
         (LLAMA, "prompt", {"ids": [1, 99]}, "hold token 99"),
         (LLAMA, "p-tuning", {"encoder": "gru"}, "encoder = 'gru'"),
+        (LLAMA, "lora", {"r": 2.0}, "r = 2.0, but 'lora' takes a whole number, such as 8"),
+        (LLAMA, "lora", {"r": True}, "r = True, but 'lora' takes a whole number"),
+        (LLAMA, "lora", {"alpha": float("nan")}, "alpha = nan, but 'lora' takes a number, such as 16.0"),
+        (LLAMA, "qlora", {"double": "no"}, "double = 'no', but 'qlora' takes true or false"),
+        (LLAMA, "pafi", {"share": "all"}, "share = 'all', but 'pafi' takes a number"),
+        (LLAMA, "lora", {"targets": []}, r"targets \[\] match no linear"),
+        (LLAMA, "adapter", {"where": ()}, r"where = \(\)"),
+        (LLAMA, "fish", SETTINGS["fish"] | {"samples": 0}, "samples = 0"),
+        (LLAMA, "lq-lora", {"rounds": 0}, "rounds = 0"),
         (T5, "prefix", {}, "encoder-decoder small: .* for a decoder's heads"),
     ],
 )
@@ -274,10 +285,50 @@ def test_what_is_refused_changes_nothing(config, method, settings, message):
     assert prepare(model, "full").count == sum(p.numel() for p in build(config).parameters())
 
 
+EXPERTS = LLAMA.with_(n_experts=4, top_k=2)
+LATENT = LLAMA.with_(n_kv_heads=4, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+
+
+@pytest.mark.parametrize("config", [EXPERTS, LATENT], ids=["experts", "latent"])
+@pytest.mark.parametrize("method", ["lora", "qlora", "qa-lora"])
+def test_linears_whose_weight_is_read_are_tuned_too(method, config):
+    """A router's and a latent's matrix are used without a call: the model trains, and merged is unmerged."""
+    how = {"targets": "all", "r": 2} | ({"group": 4} if method == "qa-lora" else {})
+    tuned = prepare(small(config), method, **how)
+    losses = train(tuned)
+    assert losses[-1] < losses[0] and all(p.grad is not None for p in tuned.trainable.values())
+    expected = tuned.model(IDS).detach()
+    torch.testing.assert_close(tuned.merge()(IDS), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "qa-lora", "lq-lora"])
+def test_a_model_in_bfloat16_is_tuned_in_bfloat16(method):
+    tuned = prepare(small().bfloat16(), method, r=2)
+    out = tuned.model(IDS)
+    out.sum().backward()
+    assert {p.dtype for p in tuned.trainable.values()} == {out.dtype} == {torch.bfloat16}
+    assert (tuned.merge()(IDS) - out).abs().max() < 0.05 * out.abs().max()
+
+
+@pytest.mark.parametrize("method", ["lora", "qa-lora"])
+def test_merging_again_changes_nothing(method):
+    """Neither the merged model nor one that has been prepared anew since."""
+    tuned = prepare(small(), method)
+    train(tuned)
+    merged = tuned.merge()
+    expected = merged(IDS)
+    assert tuned.merge() is merged and torch.equal(merged(IDS), expected)
+    if method == "lora":
+        count = prepare(merged, "lora", r=3).count
+        assert tuned.merge() is merged and sum(p.numel() for p in merged.parameters() if p.requires_grad) == count
+
+
 def test_preparing_twice_is_refused():
     model = prepare(small(), "lora").model
     with pytest.raises(ValueError, match="prepared for 'lora' already"):
         prepare(model, "adapter")
+    with pytest.raises(ValueError, match=r"prepared for 'lora'; merge\(\) first, or keep its state\(\)"):
+        save(model, "nowhere")
 
 
 def test_a_prompt_before_packed_documents_is_refused():

@@ -1,6 +1,7 @@
 """Recipes and the command that runs them."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -125,6 +126,63 @@ def test_what_is_refused(base, tmp_path, change, message, capsys):
     assert not (tmp_path / "out").exists()
     assert cli.main(["finetune", str(file)]) == 2
     assert capsys.readouterr().err.startswith("llmstack: ")
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("steps = 4", "steps = 2.5", "steps = 2.5, but it must be a whole number, 1 or more"),
+        ("steps = 4", 'steps = "4"', "steps = '4', but it must be a whole number, 1 or more"),
+        ("length = 16", 'length = "16"', "length = '16', but it must be a whole number, 1 or more"),
+        ("batch = 2", "batch = 2\ndocuments = -1", "documents = -1, but it must be a whole number, 1 or more"),
+        ("lr = 1e-2", 'lr = "fast"', r"lr = 'fast', but \[optimizer\] takes a number, such as 0.001"),
+        ('name = "adamw"', 'name = ["adamw"]', r"name = \['adamw'\], but it must be a text"),
+        ('method = "lora"', "method = 3", "method = 3, but it must be a text"),
+        ("steps = 4", 'steps = 4\nmerge = "no"', "merge = 'no', but it must be true or false"),
+        ("/text.txt", "/", "Is a directory|Permission denied"),
+        ("out = ", "out = '' #", "out = '', but it must be a text"),
+    ],
+)
+def test_wrong_values_are_told_from_right_ones(base, tmp_path, old, new, message, capsys):
+    """Each is refused with a line, and nothing is written."""
+    file = tmp_path / "recipe.toml"
+    text = write(base).read_text(encoding="utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new, 1), encoding="utf-8")
+    assert cli.main(["finetune", str(file)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_result_does_not_replace_its_base_nor_a_run_of_another_recipe(base, tmp_path):
+    file = write(base, more="[trainer]\nevery = 2")
+    with pytest.raises(ValueError, match="is the checkpoint itself"):
+        recipe.run(file, base)
+    recipe.run(file, tmp_path)
+    with pytest.raises(ValueError, match=r"of another run: the recipe's optimizer is .*0.01.* there and .*0.02.* here"):
+        recipe.run(write(base, optimizer='name = "adamw"\nlr = 2e-2', more="[trainer]\nevery = 2"), tmp_path)
+    assert len(recipe.run(write(base, more="[trainer]\nevery = 2"), tmp_path)[1]) == 4
+
+
+def test_a_home_is_found_and_a_recipe_without_a_suffix(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(base))
+    monkeypatch.setenv("USERPROFILE", str(base))
+    folder = base.as_posix()
+    (base / "mine").write_text(write(base).read_text(encoding="utf-8").replace(folder, "~"), encoding="utf-8")
+    recipe.run("~/mine", tmp_path)
+    assert recipe.run(base / "mine", "~/at home")[1] and load(base / "at home") and load(tmp_path)
+
+
+@pytest.mark.parametrize("method, more", [("lora", ""), ("qa-lora", "[settings]\ngroup = 16\n")])
+def test_a_result_has_all_that_a_checkpoint_needs(base, tmp_path, method, more):
+    """Weights that QA-LoRA keeps in four bits too, and the ends of its texts."""
+    (base / "tokenizer_config.json").write_text('{"eos_token": "<|end|>", "bos_token": "<|start|>"}', encoding="utf-8")
+    tuned, _ = recipe.run(write(base, method=method, more=more), tmp_path)
+    (base / "tokenizer_config.json").unlink()
+    model, tokenizer = pretrained(tmp_path)
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(model(ids), tuned.model(ids))
+    ends = [tokenizer.inner.token_to_id(token) for token in ("<|end|>", "<|start|>")]
+    assert [tokenizer.eos, tokenizer.bos] == ends and None not in ends
 
 
 def test_what_is_missing_is_said(base, tmp_path):
