@@ -69,6 +69,15 @@ def call(node: fx.Node) -> Call:
     return Call(name, args, tuple(sorted(options.items())))
 
 
+class Value(fx.Proxy):
+    """What flows through a trace. `x += y` changes a tensor for all who hold it, which the graph would not show."""
+
+    def _refuse(self, other):
+        raise ValueError(f"{self.node} is changed in place, which fusing could move: write x = x + y, not x += y")
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __iand__ = __ior__ = __imatmul__ = _refuse
+
+
 class Tracer(fx.Tracer):
     """Into every module, and not into the operations that the house has a name for."""
 
@@ -77,6 +86,9 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, module, qualified_name) -> bool:
         return False
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Value(node, self)
 
     def iter(self, value: fx.Proxy):
         """The parts of a split, whose sizes say how many there are."""

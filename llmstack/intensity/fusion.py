@@ -49,11 +49,11 @@ EXPRESSIONS = {
     "abs": "tl.abs({})",
     "sigmoid": "tl.sigmoid({0})",
     "tanh": "2 * tl.sigmoid(2 * {0}) - 1",
-    "relu": "tl.maximum({}, 0.0)",
+    "relu": "tl.where({0} < 0, 0.0, {0})",  # a maximum would drop NaN
     "silu": "{0} * tl.sigmoid({0})",
     "gelu": "0.5 * {0} * (1 + tl.erf({0} * 0.7071067811865476))",
 }
-NUMPY = SimpleNamespace(exp=np.exp, log=np.log, sqrt=np.sqrt, abs=np.abs, sigmoid=expit, maximum=np.maximum, erf=erf)
+NUMPY = SimpleNamespace(exp=np.exp, log=np.log, sqrt=np.sqrt, abs=np.abs, sigmoid=expit, where=np.where, erf=erf)
 VIEWS = {"view", "reshape", "transpose", "unflatten", "flatten", "split", "chunk", "permute", "unsqueeze", "squeeze"}
 VIEWS |= {"expand", "getitem", "getattr", "t", "size", "detach"}
 

@@ -186,7 +186,8 @@ def _gate_fits(gate, up) -> bool:
 
 
 def _scores_fit(q, k, v, scale) -> bool:
-    return _heads_fit(q, k, v, scale, False) and shape(q)[1] == shape(k)[1] and isinstance(scale, float | int)
+    plain = isinstance(scale, float | int) and scale != 0
+    return plain and _heads_fit(q, k, v, scale, False) and shape(q)[1] == shape(k)[1]
 
 
 def _heads_fit(q, k, v, scale, causal) -> bool:
@@ -240,7 +241,7 @@ PATTERNS = {
     "linear + cross-entropy": Pattern(
         lambda x, w, ids, ignore, mean: cross_entropy_torch(F.linear(x, w), ids, ignore, mean),
         fused.LINEAR_CROSS_ENTROPY,
-        lambda x, w, ids, ignore, mean: _floats(x, w) and shape(ids) == shape(x)[:-1],
+        lambda x, w, ids, ignore, mean: _floats(x, w) and shape(ids) == shape(x)[:-1] != (),
     ),
 }
 for _name, _pattern in PATTERNS.items():

@@ -24,21 +24,28 @@ add_norm's backward is the norm's own and a sum; that of the third makes its pro
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
-from llmstack.ops._triton import INTERPRETED, TILE, Build, available, rows_of, tl, triton
+from llmstack.ops._triton import INTERPRETED, TILE, Build, available, no_gradient, rows_of, tl, triton
 from llmstack.ops.activations import gelu_np, gelu_np_backward, gelu_torch
 from llmstack.ops.cross_entropy import _count, _kept, cross_entropy_np, cross_entropy_np_backward
 from llmstack.ops.layernorm import add_norm, layernorm_np, layernorm_np_backward, layernorm_torch
 from llmstack.ops.rmsnorm import _check, rmsnorm_np, rmsnorm_np_backward, rmsnorm_torch, rmsnorm_triton_backward
 
 
+def _centred(kind: str) -> bool:
+    if kind not in ("rmsnorm", "layernorm"):
+        raise ValueError(f"kind = {kind!r}, but a norm is 'rmsnorm' or 'layernorm'")
+    return kind == "layernorm"
+
+
 def add_norm_np(x, r, g, b=None, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[np.ndarray, np.ndarray]:
     s = x + r  # [..., D]
-    return s, rmsnorm_np(s, g, eps) if kind == "rmsnorm" else layernorm_np(s, g, b, eps)
+    return s, layernorm_np(s, g, b, eps) if _centred(kind) else rmsnorm_np(s, g, eps)
 
 
 def add_norm_np_backward(ds, dy, s, g, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[np.ndarray, ...]:
-    dx, *rest = (rmsnorm_np_backward if kind == "rmsnorm" else layernorm_np_backward)(dy, s, g, eps)
+    dx, *rest = (layernorm_np_backward if _centred(kind) else rmsnorm_np_backward)(dy, s, g, eps)
     return ds + dx, *rest  # of x and of r alike; then dg, and of LayerNorm db
 
 
@@ -64,7 +71,7 @@ def linear_cross_entropy_np_backward(
 
 def add_norm_torch(x, r, g, b=None, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[torch.Tensor, torch.Tensor]:
     s = x + r  # [..., D]
-    return s, rmsnorm_torch(s, g, eps) if kind == "rmsnorm" else layernorm_torch(s, g, b, eps)
+    return s, layernorm_torch(s, g, b, eps) if _centred(kind) else rmsnorm_torch(s, g, eps)
 
 
 def bias_gelu_torch(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -96,6 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss, *_):
         x, w, targets, kept, m, log_sum = ctx.saved_tensors
         dx, dw, weight = torch.zeros_like(x, dtype=m.dtype), torch.empty_like(w), (kept * dloss)[:, None]
@@ -112,6 +120,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy_torch(
     x, w, targets, ignore_index: int = -100, reduction: str = "mean", statistics=_statistics_torch
 ) -> torch.Tensor:
+    if w.ndim != 2 or x.ndim < 2 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"x [..., D] meets w [V, D], got {list(x.shape)} and {list(w.shape)}")
     kept = _kept(x[..., :1].expand(*x.shape[:-1], len(w)), targets, ignore_index, reduction)  # [...]
     ids = torch.where(kept, targets, 0).flatten()  # [R]
     loss = _LinearCrossEntropy.apply(x.flatten(0, -2), w, ids, kept.flatten(), statistics)[0].view(targets.shape)
@@ -121,11 +131,11 @@ def linear_cross_entropy_torch(
 def add_norm_triton(x, r, g, b=None, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of up to 16 Ki values, contiguous or not; raises ValueError where r, g or b do not fit x."""
     _same(x, r, "r")
-    return add_norm(x, r, g, b, eps, kind == "layernorm")
+    return add_norm(x, r, g, b, eps, _centred(kind))
 
 
 def add_norm_triton_backward(ds, dy, s, g, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[torch.Tensor, ...]:
-    dx, *rest = rmsnorm_triton_backward(dy, s, g, eps, kind == "layernorm")
+    dx, *rest = rmsnorm_triton_backward(dy, s, g, eps, _centred(kind))
     return ds + dx, *rest
 
 
@@ -151,7 +161,8 @@ def _bias_gelu_kernel(
 def bias_gelu_triton(x: torch.Tensor, b: torch.Tensor, dy: torch.Tensor | None = None) -> torch.Tensor:
     """gelu(x + b), or with dy the gradient of x. Any shape and strides; raises ValueError where b does not fit x."""
     _check(x, b, b)
-    rows, COLS = rows_of(x), min(triton.next_power_of_2(x.shape[-1]), 1024)
+    no_gradient(b)
+    rows, COLS = rows_of(x), min(triton.next_power_of_2(max(x.shape[-1], 1)), 1024)
     y, ROWS = torch.empty_like(rows), TILE // COLS
     if y.numel():
         grid = (triton.cdiv(len(rows), ROWS), triton.cdiv(x.shape[-1], COLS))

@@ -22,7 +22,7 @@ doi:10.1080/00401706.1962.10490022). One pass by mean(x²) − μ² also exists,
 import numpy as np
 import torch
 
-from llmstack.ops._triton import Build, available, row_tile, rows_of, tl, triton
+from llmstack.ops._triton import Build, available, no_gradient, row_tile, rows_of, tl, triton
 from llmstack.ops.rmsnorm import _check, rmsnorm_triton_backward
 
 
@@ -83,6 +83,7 @@ def add_norm(x, r, g, b, eps: float, centre: bool) -> tuple[torch.Tensor, torch.
     """x + r (x itself where r is None) and its norm; raises ValueError on a g or b of another width."""
     b = torch.zeros_like(g) if b is None else b
     _check(x, g, b)
+    no_gradient(g, b)
     rows, (ROWS, COLS, warps) = rows_of(x), row_tile(x.shape[-1])
     y, s, added = torch.empty_like(rows), None, None
     if r is not None:

@@ -253,3 +253,12 @@ def test_generated_kernels_run_natively(dtype):
     graph = capture(several, *inputs)
     fuse(graph, "triton")
     near(graph(*inputs), several(*(x.double() for x in inputs)), several(*inputs))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_not_a_number_stays_so(impl):
+    fn = lambda x, y: F.relu(x) * y
+    x = torch.tensor([[torch.nan, -1.0, torch.inf, -torch.inf]])
+    graph = capture(fn, x, torch.ones_like(x))
+    assert len(fuse(graph, impl)) == 1
+    torch.testing.assert_close(graph(x, torch.ones_like(x)), fn(x, torch.ones_like(x)), equal_nan=True)

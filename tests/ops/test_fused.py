@@ -198,6 +198,39 @@ def test_what_does_not_fit_is_refused():
         fused.add_norm_triton(x, x[:1], g)
     with pytest.raises(ValueError, match=r"expected shape \[8\], got \[7\]"):
         fused.bias_gelu_triton(x, g[:7])
+    for leaf in (x, g):
+        with pytest.raises(RuntimeError, match="no gradient"):
+            fused.bias_gelu_triton(*(t.clone().requires_grad_() if t is leaf else t for t in (x, g)))
+        with pytest.raises(RuntimeError, match="no gradient"):
+            fused.add_norm_triton(x, *(t.clone().requires_grad_() if t is leaf else t for t in (x, g)))
+
+
+@pytest.mark.parametrize("impl", fused.ADD_NORM)
+def test_an_unknown_norm_is_refused(impl):
+    x, g = torch.ones(2, 8), torch.ones(8)
+    for fns, args in ((fused.ADD_NORM, (x, x, g)), (fused.ADD_NORM_BACKWARDS, (x, x, x, g))):
+        if impl in fns:
+            with pytest.raises(ValueError, match="kind = 'layer', but a norm is 'rmsnorm' or 'layernorm'"):
+                run(fns[impl], impl, *args, kind="layer")
+
+
+@pytest.mark.parametrize("impl", [impl for impl in fused.LINEAR_CROSS_ENTROPY if impl != "numpy"])
+def test_the_losss_refusals(impl):
+    """Rows of another width would be read past their end; the second derivative would lack the statistics'."""
+    x, w, targets = words((3, 8), 20)
+    fn = fused.LINEAR_CROSS_ENTROPY[impl]
+    for wrong in (w[:, :7], w[0]):
+        with pytest.raises(ValueError, match=r"x \[..., D\] meets w \[V, D\], got \[3, 8\] and"):
+            run(fn, impl, x, wrong, targets, -1)
+    x = x.to(NATIVE).requires_grad_()
+    (dx,) = torch.autograd.grad(fn(x, w.to(NATIVE), targets.to(NATIVE), -1), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        torch.autograd.grad(dx.pow(2).sum(), x)
+
+
+@needs_triton
+def test_rows_of_no_width():
+    assert fused.bias_gelu_triton(torch.ones(2, 0), torch.ones(0)).shape == (2, 0)
 
 
 @pytest.mark.gpu
