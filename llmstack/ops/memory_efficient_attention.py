@@ -103,7 +103,7 @@ class BlockDiagonalMask(AttentionBias):
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> "BlockDiagonalMask":
         q, kv = tuple(q_seqlen), tuple(q_seqlen if kv_seqlen is None else kv_seqlen)
-        if len(q) != len(kv) or min(*q, *kv, 0) < 0:
+        if len(q) != len(kv) or any(n < 0 for n in q + kv):
             raise ValueError(f"q_seqlen and kv_seqlen give a length of 0 or more a sequence, got {list(q)}, {list(kv)}")
         return cls(q, kv)
 
@@ -163,6 +163,13 @@ def memory_efficient_attention(
             "query, key and value are [B, M, H, K], or all [B, M, K], or all [B, M, G, H, K]: "
             f"got {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
         )
+    if key.shape[:-1] != value.shape[:-1] or len(query) != len(key):
+        raise ValueError(
+            "query, key and value have one batch, and a value stands by each key: "
+            f"got {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+        )
+    if isinstance(attn_bias, Tensor) and not attn_bias.is_floating_point():
+        raise TypeError(f"a bias is added to scores, got {attn_bias.dtype}: give 0 where allowed and -inf elsewhere")
     heads = lambda x: (x[:, :, None] if x.ndim == 3 else x.flatten(2, -2)).transpose(1, 2)  # [B, H, M, K]
     q, k, v = heads(query), heads(key), heads(value)
     if isinstance(attn_bias, BlockDiagonalMask) and len(q) != 1:

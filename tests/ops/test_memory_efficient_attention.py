@@ -195,6 +195,12 @@ def test_bad_input():
         LocalAttentionFromBottomRightMask(-1, 0)
     with pytest.raises(ValueError, match="a length of 0 or more a sequence"):
         BlockDiagonalMask.from_seqlens([3, 2], [5])
+    for wrong in ((k[:, :7], v), (k[:1], v[:1])):
+        with pytest.raises(ValueError, match="one batch, and a value stands by each key: got .2, 8, 3, 16"):
+            memory_efficient_attention(q, *wrong)
+    with pytest.raises(TypeError, match="added to scores, got torch.bool"):
+        memory_efficient_attention(q, k, v, torch.ones(8, 8, dtype=torch.bool))
+    assert BlockDiagonalMask.from_seqlens([]).pieces(0, 0) == []
     mask = BlockDiagonalMask.from_seqlens([5, 3])
     with pytest.raises(ValueError, match="batch of 1, got 2: see from_tensor_list"):
         memory_efficient_attention(q, k, v, mask)
