@@ -41,10 +41,16 @@ def test_forward(impl, band, T):
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("T, Dh, band", [(1, 16, (3, 0)), (7, 5, (3, 0)), (300, 16, (130, 0)), (300, 20, (40, 9))])
 def test_kernel(T, Dh, band):
-    """300 is three programs of 128 queries, each with a run of up to three tiles of keys."""
+    """300 is three programs of 128 queries, each with a run of up to three tiles of keys. With the gradients."""
     q, k, v = triple(T, Dh, B=1)
     exact = dense(*band)(q.double(), k.double(), v.double())
     check(run(banded_triton, "triton", *map(strided, (q, k, v)), *band), [exact], [dense(*band)(q, k, v)])
+
+    def backward(dy, *tensors):
+        leaves = [x.requires_grad_() for x in tensors]
+        return torch.autograd.grad(banded_triton(*leaves, *band), leaves, dy)
+
+    check_backward(backward, "triton", dense(*band), [q, k, v], randn(*q.shape, seed=5), q, k, v)
 
 
 @pytest.mark.parametrize("band", [(3, 0), (5, 2)], ids=str)
@@ -92,7 +98,7 @@ def test_bad_input(impl):
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_the_kernel_says_what_it_takes():
     wide = randn(1, 1, 4, 300)
-    with pytest.raises(TypeError, match="heads of up to 256, got torch.float32 300; use banded_torch"):
+    with pytest.raises(TypeError, match="heads of up to 256, got torch.float32.* 300; use the torch version"):
         banded_triton(wide, wide, wide, 2)
     with pytest.raises(TypeError, match="got torch.float64"):
         banded_triton(*(x.double() for x in triple(4)), 2)

@@ -46,8 +46,8 @@ def flash_torch(
     return attention_lse(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), mask, bias)
 
 
-class _Flash(torch.autograd.Function):
-    """Keeps q, k, v, out and the log-sum-exp for backward."""
+class Flash(torch.autograd.Function):
+    """Keeps q, k, v, out and the log-sum-exp for backward. options are Call's; a bias gets no gradient."""
 
     @staticmethod
     def forward(ctx, q, k, v, bias, options):
@@ -62,8 +62,7 @@ class _Flash(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         q, k, v, bias, out, lse = ctx.saved_tensors
         call, dout = Call(q, k, v, bias, **ctx.options), torch.zeros_like(q) if dout is None else dout
-        *grads, dbias = backward(call, out, lse, dout, dlse, of_bias=ctx.needs_input_grad[3])
-        return *(g.to(q.dtype) for g in grads), None if dbias is None else dbias.sum_to_size(bias.shape), None
+        return *(g.to(q.dtype) for g in backward(call, out, lse, dout, dlse)), None, None
 
 
 def flash_triton(
@@ -71,20 +70,15 @@ def flash_triton(
     bias: torch.Tensor | None = None, alibi: torch.Tensor | None = None, scale: float | None = None,
     return_lse: bool = False,
 ) -> Result:  # fmt: skip
-    """fp32, fp16 or bf16, heads of up to 256 values, any strides; differentiable in q, k, v, bias and through lse.
+    """fp32, fp16 or bf16, heads of up to 256 values, any strides; differentiable in q, k, v and through lse.
 
-    A bias that wants its gradient costs memory of [B, H, T, S] in backward. Raises ValueError on shapes that do not
-    fit, on a window without causal and on an alibi that wants a gradient, TypeError on dtypes.
+    Raises ValueError on shapes that do not fit, on a window without causal, and on a bias or alibi that wants a
+    gradient; TypeError on dtypes.
     """
-    out, lse = _Flash.apply(q, k, v, bias, dict(causal=causal, window=window, alibi=alibi, scale=scale))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (bias, alibi)):
+        raise ValueError("bias and alibi get no gradient here: detach them, or use flash_torch")
+    out, lse = Flash.apply(q, k, v, bias, dict(causal=causal, window=window, alibi=alibi, scale=scale))
     return (out, lse) if return_lse else out
-
-
-def flash_triton_backward(dout: torch.Tensor, q, k, v, *args, **options) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv; forward is computed again for what it saves. args and options as flash_triton's."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        return torch.autograd.grad(flash_triton(*leaves, *args, **options), leaves, dout)
 
 
 def flash_varlen_torch(q, k, v, cu_seqlens: torch.Tensor, causal: bool = False) -> torch.Tensor:
@@ -105,8 +99,8 @@ def flash_varlen_triton(q, k, v, cu_seqlens: torch.Tensor, causal: bool = False,
         if not lengths or cu_seqlens[0] != 0 or cu_seqlens[-1] != len(q) or min(lengths) < 0:
             raise ValueError(f"cu_seqlens [B + 1] rises from 0 to N = {len(q)}, got {cu_seqlens.tolist()}")
         longest = max(lengths)
-    return _Flash.apply(q, k, v, None, dict(causal=causal, cu=cu_seqlens.to(torch.int32), longest=longest))[0]
+    return Flash.apply(q, k, v, None, dict(causal=causal, cu=cu_seqlens.to(torch.int32), longest=longest))[0]
 
 
 IMPLS = available({"numpy": flash_np, "torch": flash_torch, "triton": flash_triton})
-BACKWARDS = available({"numpy": flash_np_backward, "triton": flash_triton_backward})
+BACKWARDS = {"numpy": flash_np_backward}

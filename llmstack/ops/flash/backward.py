@@ -8,7 +8,7 @@ Bytes for one head without masks and groups, b for a value of q:
 
     δ           2 b T Dh + 4 T
     dk, dv      4 b S Dh + ⌈S/KEYS⌉ (2 b T Dh + 8 T)
-    dq          3 b T Dh + 8 T + 2 b S Dh ⌈T/ROWS⌉            and b T S where a bias wants its gradient
+    dq          3 b T Dh + 8 T + 2 b S Dh ⌈T/ROWS⌉
 """
 
 import torch
@@ -39,7 +39,7 @@ def _log_sum2(lse_ptr, at, inside):
 @triton.jit
 def _flash_keys_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, cu_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    T, S, H, G, Dh, window, scale, sqb, sqh, sqt, skb, skh, skt, sbb, sbh, sbt, sbs,
+    T, S, H, G, Dh, window, ahead, scale, sqb, sqh, sqt, skb, skh, skt, sbb, sbh, sbt, sbs,
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A program takes KEYS keys of a key-value head over the queries of G heads; tiles are [KEYS, ROWS]."""
@@ -47,14 +47,14 @@ def _flash_keys_kernel(
     first = tl.program_id(0) * KEYS
     if first >= S:
         return
-    k_row += g * skh
+    k_row, edge = k_row + g * skh, S - T + ahead
     i, j = tl.arange(0, ROWS), tl.arange(0, KEYS)
     k = _load(k_ptr, k_row, first, skt, S, Dh, KEYS, COLS)  # [KEYS, COLS]
     v = _load(v_ptr, k_row, first, skt, S, Dh, KEYS, COLS)
     low, high = 0, T
     if CAUSAL:
-        low = tl.maximum(first - (S - T), 0) // ROWS * ROWS
-        high = tl.minimum(first + KEYS - 1 + window - (S - T), T)
+        low = tl.maximum(first - edge, 0) // ROWS * ROWS
+        high = tl.minimum(first + KEYS - 1 + window - edge, T)
     dk = tl.zeros([KEYS, COLS], tl.float32)
     dv = tl.zeros([KEYS, COLS], tl.float32)
     for head in range(0, G):
@@ -64,7 +64,7 @@ def _flash_keys_kernel(
             dout = _load(dout_ptr, q_row + h * sqh, start, sqt, T, Dh, ROWS, COLS)
             at = q_row + h * sqh + start * sqt + i * sqt  # [ROWS]
             s = _scores(k, q, i[None, :], j[:, None], start, first, b, h, T, S, scale,
-                        bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL)  # fmt: skip
+                        bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, edge, window, ahead, CAUSAL)  # fmt: skip
             p = tl.exp2(s - _log_sum2(lse_ptr, at, i < T - start)[None, :])  # [KEYS, ROWS]
             dv += tl.dot(p.to(v.dtype), dout, input_precision="ieee")
             delta = tl.load(delta_ptr + at, mask=i < T - start, other=0.0)
@@ -76,54 +76,50 @@ def _flash_keys_kernel(
 
 @triton.jit
 def _flash_queries_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, cu_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dbias_ptr,
-    T, S, H, G, Dh, window, scale, sqb, sqh, sqt, skb, skh, skt, sbb, sbh, sbt, sbs,
+    q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, cu_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    T, S, H, G, Dh, window, ahead, scale, sqb, sqh, sqt, skb, skh, skt, sbb, sbh, sbt, sbs,
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ROWS queries of a head over their keys; dbias [B, H, T, S] is written tile by tile."""
+    """A program takes ROWS queries of a head over their keys."""
     b, h, q_row, k_row, T, S = _begin(cu_ptr, H, T, S, sqb, sqt, skb, skt)
     first = tl.program_id(0) * ROWS
     if first >= T:
         return
-    q_row, k_row = q_row + h * sqh, k_row + h // G * skh
+    q_row, k_row, edge = q_row + h * sqh, k_row + h // G * skh, S - T + ahead
     i, j = tl.arange(0, ROWS), tl.arange(0, KEYS)
     q = _load(q_ptr, q_row, first, sqt, T, Dh, ROWS, COLS)  # [ROWS, COLS]
     dout = _load(dout_ptr, q_row, first, sqt, T, Dh, ROWS, COLS)
     at = q_row + first * sqt + i * sqt  # [ROWS]
     lse, delta = _log_sum2(lse_ptr, at, i < T - first), tl.load(delta_ptr + at, mask=i < T - first, other=0.0)
-    low, high = _key_range(first, T, S, window, CAUSAL, ROWS, KEYS)
+    low, high = _key_range(first, S, edge, window, CAUSAL, ROWS, KEYS)
     dq = tl.zeros([ROWS, COLS], tl.float32)
     for start in range(low, high, KEYS):
         k = _load(k_ptr, k_row, start, skt, S, Dh, KEYS, COLS)  # [KEYS, COLS]
         v = _load(v_ptr, k_row, start, skt, S, Dh, KEYS, COLS)
         s = _scores(q, k, i[:, None], j[None, :], first, start, b, h, T, S, scale,
-                    bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL)  # fmt: skip
+                    bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, edge, window, ahead, CAUSAL)  # fmt: skip
         p = tl.exp2(s - lse[:, None])  # [ROWS, KEYS]
         ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
         dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
-        if dbias_ptr is not None:
-            to = dbias_ptr + (((b * H + h) * T + first) * S + start) + (i[:, None] * S + j[None, :])
-            tl.store(to, ds.to(dbias_ptr.dtype.element_ty), mask=(i[:, None] < T - first) & (j[None, :] < S - start))
     _store(dq_ptr, q_row, first, sqt, T, Dh, dq * scale, ROWS, COLS)
 
 
-def backward(call: Call, out, lse, dout, dlse=None, of_bias: bool = False) -> tuple[torch.Tensor | None, ...]:
-    """dq, dk, dv laid out as q and k, and of a bias that wants it dbias [B, H, T, S]."""
+def backward(call: Call, out, lse, dout, dlse=None) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv laid out as q and k."""
     dout, delta, tiles = like(dout.to(call.q.dtype), call.q), call.stat(), call.tiles(TILES)
     dq, dk, dv = torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.k)
-    dbias = torch.zeros(call.bias.shape, dtype=call.bias.dtype, device=out.device) if of_bias else None
     if not dq.numel() or not dk.numel():
-        return dq.zero_(), dk.zero_(), dv.zero_(), dbias
+        return dq.zero_(), dk.zero_(), dv.zero_()
     dlse = None if dlse is None else like(dlse, lse)
     rows, R = {name: tiles[name] for name in ("ROWS", "COLS")}, lse.numel()
     _delta_kernel[triton.cdiv(R, tiles["ROWS"]),](like(out, call.q), dout, dlse, delta, R, call.Dh, **rows)
     tensors = call.q, call.k, call.v, call.bias, call.alibi, call.cu, dout, lse, delta
     grid = triton.cdiv(call.T, tiles["ROWS"]), call.B * call.H
-    _flash_queries_kernel[grid](*tensors, dq, dbias, *call.sizes, CAUSAL=call.causal, **tiles)
+    _flash_queries_kernel[grid](*tensors, dq, *call.sizes, CAUSAL=call.causal, **tiles)
     tiles = call.tiles(OWN_KEYS)
     grid = triton.cdiv(call.S, tiles["KEYS"]), call.B * call.K
     _flash_keys_kernel[grid](*tensors, dk, dv, *call.sizes, CAUSAL=call.causal, **tiles)
-    return dq, dk, dv, dbias
+    return dq, dk, dv
 
 
 TILES = {  # (width of a head at least, bytes of a value): rows that a program owns, rows that go by, warps, stages
@@ -135,8 +131,9 @@ TILES = {  # (width of a head at least, bytes of a value): rows that a program o
     (256, 4): (16, 16, 4, 1),
 }
 OWN_KEYS = {at: (by, own, *rest) for at, (own, by, *rest) in TILES.items()}
+OWN_KEYS |= {(128, 2): (16, 64, 8, 1), (64, 4): (16, 32, 4, 1)}  # what gfx942 holds without spills
 AOT = [
     *(Build(_delta_kernel, f"{t} {t} *fp32 *fp32 i32 i32", {"ROWS": 64, "COLS": 128}) for t in ("*bf16", "*fp32")),
     *builds(_flash_keys_kernel, "T *fp32 *fp32 T T", OWN_KEYS),
-    *builds(_flash_queries_kernel, "T *fp32 *fp32 T ?", TILES),
+    *builds(_flash_queries_kernel, "T *fp32 *fp32 T", TILES),
 ]

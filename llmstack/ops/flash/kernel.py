@@ -43,22 +43,23 @@ def _store(ptr, base, first, stride, length, Dh, tile, ROWS: tl.constexpr, COLS:
 
 
 @triton.jit
-def _key_range(first, T, S, window, CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def _key_range(first, S, edge, window, CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """The keys that ROWS queries from the first on may see, from a multiple of KEYS."""
     low, high = 0, S
     if CAUSAL:
-        low = tl.maximum(first + (S - T) - window + 1, 0) // KEYS * KEYS
-        high = tl.minimum(first + ROWS + (S - T), S)
+        low = tl.maximum(first + edge - window + 1, 0) // KEYS * KEYS
+        high = tl.minimum(first + ROWS + edge, S)
     return low, high
 
 
 @triton.jit
 def _scores(
-    x, y, i, j, row, key, b, h, T, S, scale, bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL: tl.constexpr
+    x, y, i, j, row, key, b, h, T, S, scale, bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, edge, window, ahead,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """x yᵀ as scores in log₂, −∞ where row + i may not see key + j: [ROWS, KEYS], or transposed, as i and j are."""
     s = tl.dot(x, tl.trans(y), input_precision="ieee") * (scale * 1.4426950408889634)
-    away = row + (S - T) - key + i - j
+    away = row + edge - key + i - j
     seen = (i < T - row) & (j < S - key)
     if CAUSAL:
         seen = seen & (away >= 0) & (away < window)
@@ -66,13 +67,13 @@ def _scores(
         start = bias_ptr + (b * sbb + h * sbh + tl.cast(row, tl.int64) * sbt + tl.cast(key, tl.int64) * sbs)
         s += tl.load(start + (i * sbt + j * sbs), mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634
     if alibi_ptr is not None:
-        s -= tl.load(alibi_ptr + h) * 1.4426950408889634 * tl.abs(away)
+        s -= tl.load(alibi_ptr + h) * 1.4426950408889634 * tl.abs(away - ahead)
     return tl.where(seen, s, -float("inf"))
 
 
 @triton.jit
 def _flash_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, cu_ptr, out_ptr, lse_ptr, T, S, H, G, Dh, window, scale,
+    q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, cu_ptr, out_ptr, lse_ptr, T, S, H, G, Dh, window, ahead, scale,
     sqb, sqh, sqt, skb, skh, skt, sbb, sbh, sbt, sbs,
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -81,17 +82,17 @@ def _flash_kernel(
     first = tl.program_id(0) * ROWS
     if first >= T:
         return
-    q_row, k_row = q_row + h * sqh, k_row + h // G * skh
+    q_row, k_row, edge = q_row + h * sqh, k_row + h // G * skh, S - T + ahead
     i, j = tl.arange(0, ROWS), tl.arange(0, KEYS)
     q = _load(q_ptr, q_row, first, sqt, T, Dh, ROWS, COLS)  # [ROWS, COLS]
     m = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLS], tl.float32)
-    low, high = _key_range(first, T, S, window, CAUSAL, ROWS, KEYS)
+    low, high = _key_range(first, S, edge, window, CAUSAL, ROWS, KEYS)
     for start in range(low, high, KEYS):
         k = _load(k_ptr, k_row, start, skt, S, Dh, KEYS, COLS)  # [KEYS, COLS]
         s = _scores(q, k, i[:, None], j[None, :], first, start, b, h, T, S, scale,
-                    bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, window, CAUSAL)  # fmt: skip
+                    bias_ptr, alibi_ptr, sbb, sbh, sbt, sbs, edge, window, ahead, CAUSAL)  # fmt: skip
         new = tl.maximum(m, tl.max(s, axis=1))
         shift = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen no key yet stays at −∞
         p = tl.exp2(s - shift[:, None])  # [ROWS, KEYS]
@@ -106,9 +107,12 @@ def _flash_kernel(
 
 
 class Call:
-    """Checked tensors and what every kernel takes alike. cu, longest: where packed sequences begin [B + 1], and T."""
+    """Checked tensors and what every kernel takes alike. cu, longest: where packed sequences begin [B + 1], and T.
 
-    def __init__(self, q, k, v, bias=None, causal=False, window=0, alibi=None, scale=None, cu=None, longest=0):
+    ahead: how many keys beyond the causal ones a query sees too.
+    """
+
+    def __init__(self, q, k, v, bias=None, causal=False, window=0, ahead=0, alibi=None, scale=None, cu=None, longest=0):
         _check(q, k, v, bias, causal, window, alibi, packed=cu is not None)
         if INTERPRETED and q.dtype == torch.bfloat16:  # whose arithmetic the interpreter gets wrong
             q, k, v = q.float(), k.float(), v.float()
@@ -121,7 +125,7 @@ class Call:
         self.alibi = None if alibi is None else alibi.float().contiguous()
         strides = [s // self.Dh for x in (self.q, self.k) for s in heads(x).stride()[:3]]
         scale, window = self.Dh**-0.5 if scale is None else scale, window or self.T + self.S
-        self.sizes = self.T, self.S, self.H, self.H // self.K, self.Dh, window, scale, *strides
+        self.sizes = self.T, self.S, self.H, self.H // self.K, self.Dh, window + ahead, ahead, scale, *strides
         self.sizes += (0,) * 4 if bias is None else self.bias.stride()
 
     def stat(self) -> torch.Tensor:
@@ -166,15 +170,13 @@ def _check(q, k, v, bias, causal, window, alibi, packed):
         raise ValueError(f"q is {what}, and H divides by K: got {shapes}")
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not 0 < q.shape[-1] <= 256:
         got = f"{q.dtype}, {k.dtype}, {v.dtype}, {q.shape[-1]}"
-        raise TypeError(f"the kernel takes fp32, fp16 or bf16 heads of up to 256, got {got}; use flash_torch")
+        raise TypeError(f"the kernel takes fp32, fp16 or bf16 heads of up to 256, got {got}; use the torch version")
     if window < 0 or window and not causal:
         raise ValueError(f"window = {window} counts the last keys of a causal query: 0 or more, with causal=True")
     if bias is not None and not bias.is_floating_point():
         raise TypeError(f"bias is added to scores, got {bias.dtype}: give a mask as 0 where allowed and −inf elsewhere")
-    if alibi is not None and (alibi.shape != q.shape[1:2] or alibi.requires_grad):
-        raise ValueError(
-            f"alibi is a constant slope for each of {q.shape[1]} heads, got {list(alibi.shape)}: detach it"
-        )
+    if alibi is not None and alibi.shape != q.shape[1:2]:
+        raise ValueError(f"alibi is a slope for each of {q.shape[1]} heads, got {list(alibi.shape)}")
 
 
 def halved(rows: int, keys: int, warps: int, stages: int) -> tuple[int, ...]:
@@ -183,18 +185,17 @@ def halved(rows: int, keys: int, warps: int, stages: int) -> tuple[int, ...]:
 
 
 def builds(kernel, outputs: str, table: dict) -> list[Build]:
-    """Causal at every width and dtype of a table, once with bias and slopes, once packed. T: q's type, ?: dbias's."""
+    """Causal at every width and dtype of a table, once with bias and slopes, once packed. T: q's type."""
 
     def build(width: int, size: int, given: tuple = ()) -> Build:
         tile = table[width, size]
         rows, keys, warps, stages = halved(*tile) if "bias_ptr" in given else tile
-        known = OPTIONS | ({"dbias_ptr": ""} if "?" in outputs else {})
-        options = " ".join(OPTIONS[name] for name in given if name in OPTIONS)
-        types = f"T T T {options} {outputs} {'i32 ' * 6} fp32 {'i32 ' * 10}".replace("?", "T" * ("dbias_ptr" in given))
-        constants = {n: None for n in known if n not in given} | dict(CAUSAL=True, ROWS=rows, KEYS=keys, COLS=width)
+        options = " ".join(OPTIONS[name] for name in given)
+        types = f"T T T {options} {outputs} {'i32 ' * 7} fp32 {'i32 ' * 10}"
+        constants = {n: None for n in OPTIONS if n not in given} | dict(CAUSAL=True, ROWS=rows, KEYS=keys, COLS=width)
         return Build(kernel, types.replace("T", {2: "*bf16", 4: "*fp32"}[size]), constants, warps, stages)
 
-    given = ("bias_ptr", "alibi_ptr", "dbias_ptr"), ("cu_ptr",)
+    given = ("bias_ptr", "alibi_ptr"), ("cu_ptr",)
     return [*(build(*key) for key in table), *(build(64, 2, g) for g in given)]
 
 

@@ -95,11 +95,10 @@ def flash_np(
 def flash_np_backward(
     dout, q, k, v, causal=False, window=0, bias=None, alibi=None, scale=None, saved=None, blocks=(64, 64), hbm=None
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """dq, dk, dv, and with a bias dbias [B, H, T, S]. saved: forward's out and lse, computed again where None."""
+    """dq, dk, dv. saved: forward's out and lse, computed again where None."""
     out, lse = saved or flash_np(q, k, v, causal, window, bias, alibi, scale, True, blocks)
     hbm, tiles = hbm or HBM(), _Tiles(q, k, causal, window, bias, alibi, scale)
     dq, dk, dv, delta = np.empty_like(q), np.empty_like(k), np.empty_like(v), np.empty_like(lse)
-    dbias = None if bias is None else np.zeros((*lse.shape, k.shape[2]), q.dtype)
     hbm.store(dq, 0)
     hbm.store(delta, (hbm.load(dout) * hbm.load(out)).sum(-1))  # [B, H, T]
     for b, g in np.ndindex(k.shape[:2]):
@@ -115,11 +114,9 @@ def flash_np_backward(
                     dv_j += p.T @ dout_i
                     dk_j += ds.T @ q_i * tiles.scale
                     hbm.store(dq[b, h, rows], dq_i + ds @ k_j * tiles.scale)
-                    if dbias is not None:
-                        hbm.store(dbias[b, h, rows, keys], ds)
             hbm.store(dk[b, g, keys], dk_j)
             hbm.store(dv[b, g, keys], dv_j)
-    return (dq, dk, dv) if dbias is None else (dq, dk, dv, dbias)
+    return dq, dk, dv
 
 
 def _blocks(length: int, block: int) -> list[slice]:
