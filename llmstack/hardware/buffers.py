@@ -42,9 +42,11 @@ class Timeline:
 
 
 def pipeline(loads: Sequence[float], computes: Sequence[float], buffers: int = 2) -> Timeline:
-    """Simulate it, event by event; a tile has its own times. Raises ValueError on no buffer or unequal lengths."""
+    """Simulate it, event by event; a tile has its own times. Raises ValueError on no buffer, unequal lengths or a time below 0."""
     if buffers < 1 or len(loads) != len(computes):
         raise ValueError(f"one load a multiplication, and a buffer: got {len(loads)}, {len(computes)} and {buffers}")
+    if not all(t >= 0 for t in (*loads, *computes)):
+        raise ValueError(f"times are 0 or more seconds, got {list(loads)} and {list(computes)}")
     load_start, compute_start, ready = [], [], 0
     free, loading, computing, now = buffers, False, False, 0.0
     events: list[tuple[float, str]] = []  # what ends, and when

@@ -5,6 +5,7 @@ reads the same, its IMPLS has no "triton" entry, and its launchers raise a Runti
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,12 @@ except ImportError:
     HAVE_TRITON = False
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if HAVE_TRITON and INTERPRETED and isinstance(tl.cdiv, triton.runtime.JITFunction):
+    warnings.warn(
+        "Triton was imported before it was told to interpret, so kernels will fail: import llmstack before triton and "
+        "what imports it (torch.compile does), or set TRITON_INTERPRET=1 in the environment",
+        stacklevel=2,
+    )
 TILE = 1 << 15 if INTERPRETED else 4096  # the interpreter's time goes by operation, so it gets few, large programs
 
 

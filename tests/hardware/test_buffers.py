@@ -66,6 +66,9 @@ def test_bad_input():
         pipeline([1, 1], [1])
     with pytest.raises(ValueError, match="got 1, 1 and 0"):
         pipeline([1], [1], 0)
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ValueError, match="times are 0 or more"):
+            pipeline([1, wrong], [1, 1])
 
 
 @pytest.mark.parametrize("device", GPUS)

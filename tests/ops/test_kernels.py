@@ -1,5 +1,6 @@
 """Kernels compiled for GPUs that are not here, files without Triton, and kernels on a GPU where there is one."""
 
+import os
 import subprocess
 import sys
 
@@ -95,6 +96,15 @@ print("ran", len(modules))
 def test_everything_but_kernels_works_without_triton():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith("ran"), done.stderr
+
+
+@needs_triton
+@pytest.mark.skipif(NATIVE == "cuda", reason="kernels are not interpreted here")
+def test_triton_imported_too_early_is_told():
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = "import triton, llmstack.ops._triton"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert "set TRITON_INTERPRET=1" in done.stderr, done.stderr
 
 
 ROPE = rope.rope_tables(torch.arange(33), rope.rope_frequencies(64))
