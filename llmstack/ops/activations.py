@@ -68,46 +68,26 @@ def silu_np_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     return dy * s * (1 + x * (1 - s))
 
 
-def relu_torch(x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x)
-
-
 def gelu_torch(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x)
 
 
-def gelu_tanh_torch(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
-def gelu_sigmoid_torch(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(SIGMOID_SCALE * x)
-
-
-def silu_torch(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(x)
-
-
-ACTIVATIONS_NP: dict[str, Callable] = {
-    "relu": relu_np,
-    "gelu": gelu_np,
-    "gelu_tanh": gelu_tanh_np,
-    "gelu_sigmoid": gelu_sigmoid_np,
-    "silu": silu_np,
-}
-ACTIVATIONS_NP_BACKWARD: dict[str, Callable] = {
-    "relu": relu_np_backward,
-    "gelu": gelu_np_backward,
-    "gelu_tanh": gelu_tanh_np_backward,
-    "gelu_sigmoid": gelu_sigmoid_np_backward,
-    "silu": silu_np_backward,
-}
+ACTIVATIONS_NP: dict[str, Callable] = dict(
+    relu=relu_np, gelu=gelu_np, gelu_tanh=gelu_tanh_np, gelu_sigmoid=gelu_sigmoid_np, silu=silu_np
+)
+ACTIVATIONS_NP_BACKWARD: dict[str, Callable] = dict(
+    relu=relu_np_backward,
+    gelu=gelu_np_backward,
+    gelu_tanh=gelu_tanh_np_backward,
+    gelu_sigmoid=gelu_sigmoid_np_backward,
+    silu=silu_np_backward,
+)
 ACTIVATIONS_TORCH: dict[str, Callable] = {
-    "relu": relu_torch,
+    "relu": torch.relu,
     "gelu": gelu_torch,
-    "gelu_tanh": gelu_tanh_torch,
-    "gelu_sigmoid": gelu_sigmoid_torch,
-    "silu": silu_torch,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "gelu_sigmoid": lambda x: x * torch.sigmoid(SIGMOID_SCALE * x),
+    "silu": torch.nn.functional.silu,
 }
 
 IMPLS = {"numpy": gelu_np, "torch": gelu_torch}

@@ -80,8 +80,6 @@ def compile_kernel(build, target: str):
     from triton.compiler import ASTSource
 
     fn = build.kernel
-    while not hasattr(fn, "arg_names"):
-        fn = fn.fn  # under autotune and heuristics
     constants, types = build.constants, iter(build.types.split())
     signature = {n: "constexpr" if n in constants else next(types) for n in fn.arg_names}
     aligned = lambda t: t.startswith("*") or t in ("i32", "i64")
@@ -96,8 +94,6 @@ def compile_kernel(build, target: str):
 def compile_one(build, target: str) -> Record:
     """One entry for one target, and what it uses."""
     kernel, fn, constants = compile_kernel(build, target), build.kernel, build.constants
-    while not hasattr(fn, "arg_names"):
-        fn = fn.fn
     settings = ",".join(f"{k}={v}" for k, v in constants.items())
     name = f"{fn.fn.__module__.rpartition('.')[2]}.{fn.fn.__name__}[{settings};{build.types.split()[0][1:]}]"
     registers, spilled = _cuda_usage(kernel) if TARGETS[target][0] == "cuda" else _amd_usage(kernel)

@@ -42,10 +42,6 @@ def dropout_np(x: np.ndarray, p: float, seed: int, offset: int = 0) -> np.ndarra
     return np.where(random_np(x.shape, seed, offset) > p, x / (1 - p), 0).astype(x.dtype)
 
 
-def dropout_np_backward(dy: np.ndarray, p: float, seed: int, offset: int = 0) -> np.ndarray:
-    return dropout_np(dy, p, seed, offset)
-
-
 def dropout_torch(x: torch.Tensor, p: float, seed: int, offset: int = 0) -> torch.Tensor:
     _check(p)
     word = philox(torch.arange(offset, offset + x.numel(), device=x.device), seed)
@@ -84,7 +80,7 @@ SCALE = 4.6566127342e-10  # just under 2^-31
 BLOCK = 1 << 16 if INTERPRETED else 1024
 
 IMPLS = available({"numpy": dropout_np, "torch": dropout_torch, "triton": dropout_triton})
-BACKWARDS = {"numpy": dropout_np_backward}
+BACKWARDS = {"numpy": dropout_np}  # of dy
 AOT = [
     Build(_dropout_kernel, "*bf16 *bf16 i32 fp32 i64 i64", {"BLOCK": 1024}),
     Build(_dropout_kernel, "*fp32 *fp32 i32 fp32 i64 i64", {"BLOCK": 1024}),

@@ -26,7 +26,7 @@ import torch
 from scipy.stats import norm
 from torch import Tensor
 
-from llmstack.ops.quantise import pack_np, pack_torch, unpack_np
+from llmstack.ops.quantise import pack_torch, unpack_np
 
 OFFSET = 1 - (1 / 30 + 1 / 32) / 2
 ZERO = 7  # the rank of zero, with which an odd last byte is filled
@@ -64,23 +64,9 @@ def decode_np(codes: np.ndarray, a: np.ndarray, kind: str = "nf4", block: int = 
     return levels(kind)[codes] * np.repeat(a, block)[: codes.size]
 
 
-def double_np(a: np.ndarray, block: int = 256) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Constants a in FP8: ranks uint8, scales fp32 [a.size / block], and the mean."""
-    return *encode_np(a - a.mean(), "fp8", block), a.mean()
-
-
-def single_np(codes: np.ndarray, second: np.ndarray, mean: np.ndarray, block: int = 256) -> np.ndarray:
-    return decode_np(codes, second, "fp8", block) + mean
-
-
 def nf4_linear_np(x: np.ndarray, packed: np.ndarray, a: np.ndarray, shape: tuple[int, int], block: int = 64):
     """y [..., out] of x [..., in]; packed uint8 [out·in / 2], a fp32 [out·in / block]; shape is (out, in)."""
     return x @ decode_np(unpack_np(packed, 4)[: prod(shape)], a, "nf4", block).reshape(shape).T
-
-
-def nf4_pack_np(w: np.ndarray, block: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    codes, a = encode_np(w, "nf4", block)
-    return pack_np(np.pad(codes, (0, codes.size % 2), constant_values=ZERO), 4), a
 
 
 def encode_torch(w: Tensor, kind: str = "nf4", block: int = 64) -> tuple[Tensor, Tensor]:

@@ -129,19 +129,4 @@ def alibi_bias(T: int, S: int, H: int) -> torch.Tensor:
     return -alibi_slopes(H)[:, None, None] * distance.abs()
 
 
-def relative_index(T: int, S: int, k: int) -> torch.Tensor:
-    return torch.from_numpy(relative_index_np(T, S, k))  # [T, S]
-
-
-def shaw_scores(q: torch.Tensor, a: torch.Tensor, S: int) -> torch.Tensor:
-    index = relative_index(q.shape[-2], S, len(a) // 2).to(q.device)  # [T, S]
-    return (q @ a.T).gather(-1, index.expand(*q.shape[:-1], S))  # [B, H, T, S]
-
-
-def shaw_values(weights: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    index = relative_index(*weights.shape[-2:], len(a) // 2).to(weights.device)  # [T, S]
-    near = weights.new_zeros(*weights.shape[:-1], len(a))  # [B, H, T, 2k+1]
-    return near.scatter_add(-1, index.expand_as(weights), weights) @ a  # [B, H, T, Dh]
-
-
 IMPLS = {"numpy": sinusoidal_np, "torch": sinusoidal}

@@ -107,9 +107,8 @@ def sparse_linear_np(x: np.ndarray, w: CSR | Blocks | TwoOfFour) -> np.ndarray:
     rows = np.repeat(np.arange(len(w.starts) - 1), np.diff(w.starts))
     if isinstance(w, Blocks):
         b = w.values.shape[-1]
-        parts = np.einsum(
-            "msk,snk->smn", x.reshape(len(x), w.shape[1] // b, b)[:, w.columns], w.values
-        )  # [blocks, M, b]
+        runs = x.reshape(len(x), w.shape[1] // b, b)[:, w.columns]  # [M, blocks, b]
+        parts = np.einsum("msk,snk->smn", runs, w.values)  # [blocks, M, b]
         out = np.zeros((len(w.starts) - 1, len(x), b), parts.dtype)
         np.add.at(out, rows, parts)
         return out.swapaxes(0, 1).reshape(len(x), w.shape[0])
@@ -120,11 +119,8 @@ def sparse_linear_np(x: np.ndarray, w: CSR | Blocks | TwoOfFour) -> np.ndarray:
 
 def _places(w: TwoOfFour) -> np.ndarray:
     """[N, K/4, 2]: which two of each four."""
-    return (
-        (w.places[..., None] >> np.array([0, 2, 4, 6], np.uint8) & 3)
-        .reshape(w.shape[0], w.shape[1] // 4, 2)
-        .astype(np.int64)
-    )
+    places = w.places[..., None] >> np.array([0, 2, 4, 6], np.uint8) & 3  # [N, K/8, 4]
+    return places.reshape(w.shape[0], w.shape[1] // 4, 2).astype(np.int64)
 
 
 def _matrix(w: np.ndarray) -> np.ndarray:
