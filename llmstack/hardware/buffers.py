@@ -42,7 +42,7 @@ class Timeline:
 
 
 def pipeline(loads: Sequence[float], computes: Sequence[float], buffers: int = 2) -> Timeline:
-    """Simulate it, event by event; a tile has its own times. Raises ValueError on no buffer or times that do not fit."""
+    """Simulate it, event by event; each tile has its times. Raises ValueError on no buffer or times that do not fit."""
     if buffers < 1 or len(loads) != len(computes):
         raise ValueError(f"one load a multiplication, and a buffer: got {len(loads)}, {len(computes)} and {buffers}")
     if not all(t >= 0 for t in (*loads, *computes)):
