@@ -386,6 +386,19 @@ def test_bad_input():
             call()
 
 
+@pytest.mark.parametrize("impl", ["numpy", "torch"])
+def test_bad_input_without_a_kernel(impl):
+    q, k, v = inputs(8, 8)
+    fn = IMPLS[impl]
+    for message, args, how in [
+        (r"H divides by K: got \[2, 3, 8, 16\]", (q[:, :3], k, v), {}),
+        (r"H divides by K: got .*\[2, 0, 8, 16\]", (q, k[:, :0], v[:, :0]), {}),
+        ("window = 4.*with causal=True", (q, k, v), {"window": 4}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(fn, impl, *args, **how)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("Dh", [64, 80, 128, 256])

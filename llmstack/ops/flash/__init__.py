@@ -25,7 +25,7 @@ from llmstack.ops.attention import attention_torch, causal_mask
 from llmstack.ops.flash.backward import backward
 from llmstack.ops.flash.kernel import Call, forward
 from llmstack.ops.flash.ref import HBM as HBM
-from llmstack.ops.flash.ref import flash_np, flash_np_backward
+from llmstack.ops.flash.ref import check, flash_np, flash_np_backward
 from llmstack.ops.merge import attention_lse
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -35,6 +35,7 @@ def flash_torch(
     q, k, v, causal=False, window=0, bias=None, alibi=None, scale=None, return_lse=False
 ) -> Result:  # fmt: skip
     """The same by PyTorch's operator, with masks and slopes written out, or by the formula where lse is asked."""
+    check(q, k, v, causal, window)
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if alibi is not None:
         distance = torch.arange(S, device=q.device) - torch.arange(S - T, S, device=q.device)[:, None]  # [T, S]

@@ -13,6 +13,7 @@ three strides serves q, out, dq, and the log-sum-exp alike.
 import torch
 
 from llmstack.ops._triton import INTERPRETED, Build, tl, triton
+from llmstack.ops.flash.ref import check
 
 
 @triton.jit
@@ -163,16 +164,10 @@ def like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _check(q, k, v, bias, causal, window, alibi, packed):
-    fits = q.ndim == k.ndim == 4 - packed and k.shape == v.shape and q.shape[-1] == k.shape[-1]
-    if not (fits and q.shape[0] == k.shape[0] and k.shape[1] and q.shape[1] % k.shape[1] == 0):
-        what = "[N, H, Dh], k and v [N, K, Dh]" if packed else "[B, H, T, Dh], k and v [B, K, S, Dh]"
-        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q is {what}, and H divides by K: got {shapes}")
+    check(q, k, v, causal, window, packed)
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not 0 < q.shape[-1] <= 256:
         got = f"{q.dtype}, {k.dtype}, {v.dtype}, {q.shape[-1]}"
         raise TypeError(f"the kernel takes fp32, fp16 or bf16 heads of up to 256, got {got}; use the torch version")
-    if window < 0 or window and not causal:
-        raise ValueError(f"window = {window} counts the last keys of a causal query: 0 or more, with causal=True")
     if bias is not None and not bias.is_floating_point():
         raise TypeError(f"bias is added to scores, got {bias.dtype}: give a mask as 0 where allowed and −inf elsewhere")
     if alibi is not None and alibi.shape != q.shape[1:2]:

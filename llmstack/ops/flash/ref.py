@@ -71,6 +71,7 @@ def flash_np(
     q, k, v, causal=False, window=0, bias=None, alibi=None, scale=None, return_lse=False, blocks=(64, 64), hbm=None
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """A block of queries stays while the keys pass by; arguments as flash_triton's, blocks (Br, Bc), hbm counts."""
+    check(q, k, v, causal, window)
     hbm, tiles = hbm or HBM(), _Tiles(q, k, causal, window, bias, alibi, scale)
     out, lse = np.empty_like(q), np.empty_like(q[..., 0])  # [B, H, T, Dh], [B, H, T]
     for b, h in np.ndindex(q.shape[:2]):
@@ -117,6 +118,17 @@ def flash_np_backward(
             hbm.store(dk[b, g, keys], dk_j)
             hbm.store(dv[b, g, keys], dv_j)
     return dq, dk, dv
+
+
+def check(q, k, v, causal: bool, window: int, packed: bool = False):
+    """Raises ValueError on shapes that do not fit, and on a window that nothing is causal for."""
+    fits = q.ndim == k.ndim == 4 - packed and k.shape == v.shape and q.shape[-1] == k.shape[-1]
+    if not (fits and q.shape[0] == k.shape[0] and k.shape[1] and q.shape[1] % k.shape[1] == 0):
+        what = "[N, H, Dh], k and v [N, K, Dh]" if packed else "[B, H, T, Dh], k and v [B, K, S, Dh]"
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q is {what}, and H divides by K: got {shapes}")
+    if window < 0 or window and not causal:
+        raise ValueError(f"window = {window} counts the last keys of a causal query: 0 or more, with causal=True")
 
 
 def _blocks(length: int, block: int) -> list[slice]:
