@@ -13,6 +13,7 @@ Swish Ramachandran et al. 2017, arXiv:1710.05941. For N values of b bytes forwar
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -72,6 +73,10 @@ def gelu_torch(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x)
 
 
+def gelu_sigmoid_torch(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(SIGMOID_SCALE * x)
+
+
 ACTIVATIONS_NP: dict[str, Callable] = dict(
     relu=relu_np, gelu=gelu_np, gelu_tanh=gelu_tanh_np, gelu_sigmoid=gelu_sigmoid_np, silu=silu_np
 )
@@ -85,8 +90,8 @@ ACTIVATIONS_NP_BACKWARD: dict[str, Callable] = dict(
 ACTIVATIONS_TORCH: dict[str, Callable] = {
     "relu": torch.relu,
     "gelu": gelu_torch,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    "gelu_sigmoid": lambda x: x * torch.sigmoid(SIGMOID_SCALE * x),
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "gelu_sigmoid": gelu_sigmoid_torch,
     "silu": torch.nn.functional.silu,
 }
 

@@ -42,14 +42,9 @@ def banded_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, back: int, a
 
 
 def banded_lse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    back: int,
-    ahead: int = 0,
-    keep: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, back: int, ahead: int = 0, keep: torch.Tensor | None = None,
     block: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out [B, H, T, Dh] and log-denominators [B, H, T]. keep [T]: False at keys that nobody sees; block: c above."""
     _check(q, k, v, back, ahead)
     T = q.shape[2]

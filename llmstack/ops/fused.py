@@ -19,7 +19,8 @@ For R rows of D, F or V values of w bytes (targets of 8, statistics of 4), with 
     its backward           w(2RF + F)                        wRF         2wRF
     linear_cross_entropy   w(RD⌈V/Q⌉ + VD⌈R/P⌉) + 8R         12R         2wRV    logits, written and read
 
-add_norm's backward is the norm's own and a sum; that of the third makes its products with the library's matmul.
+add_norm's backward is the norm's own, with ds added to its dx for x and r alike; that of the third makes its products
+with the library's matmul.
 """
 
 import numpy as np
@@ -29,8 +30,8 @@ from torch.autograd.function import once_differentiable
 from llmstack.ops._triton import INTERPRETED, TILE, Build, available, no_gradient, rows_of, tl, triton
 from llmstack.ops.activations import gelu_np, gelu_np_backward, gelu_torch
 from llmstack.ops.cross_entropy import _count, _kept, cross_entropy_np, cross_entropy_np_backward
-from llmstack.ops.layernorm import add_norm, layernorm_np, layernorm_np_backward, layernorm_torch
-from llmstack.ops.rmsnorm import _check, rmsnorm_np, rmsnorm_np_backward, rmsnorm_torch, rmsnorm_triton_backward
+from llmstack.ops.layernorm import add_norm, layernorm_np, layernorm_torch
+from llmstack.ops.rmsnorm import _check, rmsnorm_np, rmsnorm_torch
 
 
 def _centred(kind: str) -> bool:
@@ -42,11 +43,6 @@ def _centred(kind: str) -> bool:
 def add_norm_np(x, r, g, b=None, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[np.ndarray, np.ndarray]:
     s = x + r  # [..., D]
     return s, layernorm_np(s, g, b, eps) if _centred(kind) else rmsnorm_np(s, g, eps)
-
-
-def add_norm_np_backward(ds, dy, s, g, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[np.ndarray, ...]:
-    dx, *rest = (layernorm_np_backward if _centred(kind) else rmsnorm_np_backward)(dy, s, g, eps)
-    return ds + dx, *rest  # of x and of r alike; then dg, and of LayerNorm db
 
 
 def bias_gelu_np(x: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -132,11 +128,6 @@ def add_norm_triton(x, r, g, b=None, eps: float = 1e-6, kind: str = "rmsnorm") -
     """Rows of up to 16 Ki values, contiguous or not; raises ValueError where r, g or b do not fit x."""
     _same(x, r, "r")
     return add_norm(x, r, g, b, eps, _centred(kind))
-
-
-def add_norm_triton_backward(ds, dy, s, g, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[torch.Tensor, ...]:
-    dx, *rest = rmsnorm_triton_backward(dy, s, g, eps, _centred(kind))
-    return ds + dx, *rest
 
 
 @triton.jit
@@ -229,7 +220,6 @@ CHUNK = 8192  # words of the vocabulary whose logits exist at once
 TILES = (128, 128, 128) if INTERPRETED else (64, 128, 64)  # rows, words and depth of a program's product
 
 ADD_NORM = available({"numpy": add_norm_np, "torch": add_norm_torch, "triton": add_norm_triton})
-ADD_NORM_BACKWARDS = available({"numpy": add_norm_np_backward, "triton": add_norm_triton_backward})
 BIAS_GELU = available({"numpy": bias_gelu_np, "torch": bias_gelu_torch, "triton": bias_gelu_triton})
 BIAS_GELU_BACKWARDS = available({"numpy": bias_gelu_np_backward, "triton": bias_gelu_triton_backward})
 LINEAR_CROSS_ENTROPY = {"numpy": linear_cross_entropy_np, "torch": linear_cross_entropy_torch}

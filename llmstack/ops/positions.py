@@ -1,7 +1,7 @@
 """Where a token stands: added to embeddings (sinusoidal, learned), or to attention scores (Shaw, T5 buckets, ALiBi).
 
     sinusoidal    PE[p, 2i] = sin(p ω_i), PE[p, 2i+1] = cos(p ω_i), ω_i = base^(−2i/d)     arXiv:1706.03762, section 3.5
-    learned       a row of a table [max_seq_len, D] for each position                      arXiv:1810.04805
+    learned       a row of a table [max_seq_len, D] for each position (ops/embedding.py)   arXiv:1810.04805
     Shaw          score += q_i · a_r / √Dh, r = clip(j − i, −k, k)                         arXiv:1803.02155, eq. 3 and 4
     T5            score += table[bucket(j − i), head], one table for all layers            arXiv:1910.10683, section 2.1
     ALiBi         score −= slope_head · |i − j|, nothing learnt                            arXiv:2108.12409, section 3
@@ -16,8 +16,6 @@ import math
 import numpy as np
 import torch
 
-from llmstack.ops.embedding import embedding_torch
-
 
 def sinusoidal_np(n: int, d: int, base: float = 10000.0, interleaved: bool = True) -> np.ndarray:
     """[n, d], sines and cosines in turn as in the paper, or all sines and then all cosines. Raises ValueError on odd d.
@@ -29,35 +27,6 @@ def sinusoidal_np(n: int, d: int, base: float = 10000.0, interleaved: bool = Tru
     angle = np.arange(n)[:, None] * base ** -(np.arange(0, d, 2) / d)  # [n, d/2]
     pair = (np.sin(angle), np.cos(angle))
     return np.stack(pair, -1).reshape(n, d) if interleaved else np.concatenate(pair, -1)
-
-
-def relative_bucket_np(
-    distance: np.ndarray, bidirectional: bool = True, buckets: int = 32, max_distance: int = 128
-) -> np.ndarray:
-    """T5's bucket of each distance: exact for near keys, then wider by powers, the last for all from max_distance on.
-
-    Both directions take half the buckets each; with one direction (a decoder) all keys ahead share bucket 0.
-    Raises ValueError where there are too few buckets, or none of them is wide.
-    """
-    _check_buckets(bidirectional, buckets, max_distance)
-    if bidirectional:
-        buckets //= 2
-        ahead, away = (distance > 0) * buckets, np.abs(distance)
-    else:
-        ahead, away = 0, np.maximum(-distance, 0)
-    exact = buckets // 2
-    power = np.log(np.maximum(away, 1) / exact) / math.log(max_distance / exact)  # 0 at exact, 1 at max_distance
-    far = exact + (power * (buckets - exact)).astype(distance.dtype)
-    return ahead + np.where(away < exact, away, np.minimum(far, buckets - 1))
-
-
-def _check_buckets(bidirectional: bool, buckets: int, max_distance: int):
-    exact = buckets // 4 if bidirectional else buckets // 2
-    if not 0 < exact < max_distance:
-        raise ValueError(
-            f"buckets = {buckets}, max_distance = {max_distance}, but a direction needs 2 buckets, "
-            "and max_distance lies beyond the half of them that is exact"
-        )
 
 
 def alibi_slopes_np(H: int) -> np.ndarray:
@@ -100,21 +69,26 @@ def sinusoidal(n: int, d: int, base: float = 10000.0, interleaved: bool = True) 
     return torch.from_numpy(sinusoidal_np(n, d, base, interleaved)).float()  # [n, d]
 
 
-def learned(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return embedding_torch(positions, table)  # [..., D]
-
-
 def relative_bucket(
     distance: torch.Tensor, bidirectional: bool = True, buckets: int = 32, max_distance: int = 128
 ) -> torch.Tensor:
-    _check_buckets(bidirectional, buckets, max_distance)
+    """T5's bucket of each distance: exact for near keys, then wider by powers, the last for all from max_distance on.
+
+    Both directions take half the buckets each; with one direction (a decoder) all keys ahead share bucket 0.
+    Raises ValueError where there are too few buckets, or none of them is wide.
+    """
+    exact = buckets // 4 if bidirectional else buckets // 2
+    if not 0 < exact < max_distance:
+        raise ValueError(
+            f"buckets = {buckets}, max_distance = {max_distance}, but a direction needs 2 buckets, "
+            "and max_distance lies beyond the half of them that is exact"
+        )
     if bidirectional:
         buckets //= 2
         ahead, away = (distance > 0) * buckets, distance.abs()
     else:
         ahead, away = 0, (-distance).clamp(min=0)
-    exact = buckets // 2
-    power = torch.log(away.clamp(min=1) / exact) / math.log(max_distance / exact)
+    power = torch.log(away.clamp(min=1) / exact) / math.log(max_distance / exact)  # 0 at exact, 1 at max_distance
     far = exact + (power * (buckets - exact)).to(distance.dtype)
     return ahead + torch.where(away < exact, away, far.clamp(max=buckets - 1))
 

@@ -40,21 +40,6 @@ def _regroup_np(x: np.ndarray, old: list[int], new: list[int], mask: int) -> np.
     return (words[..., None] >> new & mask).astype(np.uint8).reshape(*x.shape[:-1], words.shape[-1] * len(new))
 
 
-def quantise_np(w: np.ndarray, bits: int = 4, group: int = 0, symmetric: bool = False) -> tuple[np.ndarray, ...]:
-    """Codes uint8 [out, in], scales, zero points [out, in / group]. Raises ValueError where a group leaves a rest."""
-    g = w.reshape(len(w), -1, _group(w, bits, group))  # [out, in / group, group]
-    if symmetric:
-        scale = np.abs(g).max(-1) / (2 ** (bits - 1) - 1)
-        zero = np.full_like(scale, 2 ** (bits - 1))
-    else:
-        low, high = np.minimum(g.min(-1), 0), np.maximum(g.max(-1), 0)
-        scale = (high - low) / (2**bits - 1)
-        zero = np.round(-low / np.where(scale == 0, 1, scale))
-    scale = np.where(scale == 0, 1, scale).astype(w.dtype)  # a group of zeros
-    q = np.clip(np.round(g / scale[..., None]) + zero[..., None], 0, 2**bits - 1)
-    return q.astype(np.uint8).reshape(w.shape), scale, zero
-
-
 def dequantise_np(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
     g = codes.reshape(*scale.shape, -1).astype(scale.dtype)  # [out, in / group, group]
     return ((g - zero[..., None]) * scale[..., None]).reshape(codes.shape)
@@ -81,6 +66,7 @@ def _regroup_torch(x: Tensor, old: list[int], new: list[int], mask: int) -> Tens
 
 
 def quantise_torch(w: Tensor, bits: int = 4, group: int = 0, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 [out, in], scales, zero points [out, in / group]. Raises ValueError where a group leaves a rest."""
     g = w.unflatten(1, (-1, _group(w, bits, group)))  # [out, in / group, group]
     if symmetric:
         scale = g.abs().amax(-1) / (2 ** (bits - 1) - 1)
