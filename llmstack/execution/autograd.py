@@ -142,9 +142,8 @@ class Tensor:
 def apply(op: str, *inputs: Any, **settings: Any) -> Tensor:
     """Run an op now and remember it. Plain numbers take the dtype of the first Tensor."""
     dtype = next(t.data.dtype for t in inputs if isinstance(t, Tensor))
-    inputs = tuple(
-        t if isinstance(t, Tensor) else Tensor(np.asarray(t, dtype if np.isscalar(t) else None)) for t in inputs
-    )
+    fit = lambda x: Tensor(np.asarray(x, dtype if np.isscalar(x) else None))
+    inputs = tuple(x if isinstance(x, Tensor) else fit(x) for x in inputs)
     if op == "matmul" and min(t.data.ndim for t in inputs) < 2:
         raise ValueError(f"matmul takes matrices, got shapes {[t.shape for t in inputs]}; reshape a vector to [1, n]")
     return Tensor(OPS[op].forward(*(t.data for t in inputs), **settings), op, inputs, settings)

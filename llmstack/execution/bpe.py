@@ -19,7 +19,7 @@ import heapq
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -62,6 +62,8 @@ class BPE:
         """Merges until there are `vocab_size` ids, or no pair is left. Raises ValueError where the texts are empty."""
         if vocab_size < 256 + len(special):
             raise ValueError(f"vocab_size = {vocab_size}, but 256 bytes and {len(special)} special tokens need more")
+        if isinstance(texts, str) or isinstance(special, str) or len({*special} - {""}) < len(special):
+            raise ValueError("texts and special are lists of texts, and special tokens differ and are not empty")
         counts = Counter(word for text in texts for word in words_pattern().findall(text))
         if not counts:
             raise ValueError("there is no text to train on: is the corpus empty?")
@@ -103,17 +105,17 @@ class BPE:
             _merge(ids, pair, self.ranks[pair][1])
         return ids
 
-    def _pieces(self, text: str) -> Iterator[tuple[int, list[int]]]:
-        """Words and special tokens, the longest that begins first: where each ends in the text, and its ids."""
+    def _pieces(self, text: str) -> Iterator[tuple[int, str, Callable[[str], list[int]]]]:
+        """Words and special tokens, the longest that begins first: where each ends, itself, and what gives its ids."""
         at, find = 0, words_pattern().finditer
         for mark in self.splits.finditer(text):
-            yield from ((m.end(), self.word(m[0])) for m in find(text, at, mark.start()))
-            yield (at := mark.end()), [self.special[mark[0]]]
-        yield from ((m.end(), self.word(m[0])) for m in find(text, at))
+            yield from ((m.end(), m[0], self.word) for m in find(text, at, mark.start()))
+            yield (at := mark.end()), mark[0], lambda token: [self.special[token]]
+        yield from ((m.end(), m[0], self.word) for m in find(text, at))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Special tokens in it are found wherever they stand."""
-        return [i for _, ids in self._pieces(text) for i in ids]
+        return [i for _, piece, ids in self._pieces(text) for i in ids(piece)]
 
     def encode_iterable(self, chunks: Iterable[str]) -> Iterator[int]:
         """The ids of the chunks put together, as they become certain; what is held back is a few words.
@@ -128,12 +130,14 @@ class BPE:
             begun = (at for at in tails if any(s.startswith(held[at:]) and s != held[at:] for s in self.special))
             certain = next(begun, len(held))
             pieces = [piece for piece in self._pieces(held) if piece[0] <= certain][:-2]
-            yield from (i for _, ids in pieces for i in ids)
+            yield from (i for _, piece, ids in pieces for i in ids(piece))
             held = held[pieces[-1][0] :] if pieces else held
         yield from self.encode(held)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids. Bytes that are no UTF-8, such as half a character's, become U+FFFD."""
+        if (ids := list(ids)) and not 0 <= min(ids) <= max(ids) < len(self.tokens):
+            raise ValueError(f"ids {min(ids)} to {max(ids)}, but there are {len(self.tokens)}: 0 and on")
         return b"".join(self.tokens[i] for i in ids).decode("utf-8", "replace")
 
     def save(self, path: str | Path) -> None:
@@ -152,10 +156,13 @@ class BPE:
     def load(cls, path: str | Path) -> BPE:
         """Read a tokenizer.json. Raises ValueError on one that is not byte-level BPE with GPT-2's words."""
         file = json.loads(Path(path).read_text(encoding="utf-8"))
-        model, level = file["model"], file.get("pre_tokenizer") or {}
-        if model["type"] != "BPE" or level.get("type") != "ByteLevel" or level["add_prefix_space"]:
-            raise ValueError(f"{path} is {model['type']} after {level.get('type')}, but this reads BPE after ByteLevel")
-        special = {token["content"]: token["id"] for token in file["added_tokens"]}
+        model, level, kinds = *(file.get(part) or {} for part in ("model", "pre_tokenizer")), ("BPE", "ByteLevel", None)
+        found = model.get("type"), level.get("type"), file.get("normalizer")
+        if found != kinds or level.get("add_prefix_space", True) or not level.get("use_regex", True):
+            raise ValueError(
+                "{} is {} after {}, normalizer {}; but this reads BPE after ByteLevel".format(path, *found)
+            )
+        special = {token["content"]: token["id"] for token in file.get("added_tokens", ())}
         value, vocab = {c: b for b, c in enumerate(byte_characters())}, model["vocab"] | special
         tokens = [s.encode() if s in special else bytes(value[c] for c in s) for s in sorted(vocab, key=vocab.get)]
         pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])

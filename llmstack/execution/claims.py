@@ -120,8 +120,6 @@ def rag_answers() -> Computed:
     asked = facts.table("retrieval/rag")["asked"]
     score = {how: sum(row[how]["right"] for row in asked) for how in ("alone", "with_1", "with_3")}
     found, n = sum(row["found"] for row in asked), len(asked)
-    text = (
-        f"SmolLM2-135M answers {score['alone']} of {n} facts from its weights, {score['with_1']} with the sentence "
-        f"found first and {score['with_3']} with three; the right sentence came first {found} times"
-    )
+    text = f"SmolLM2-135M answers {score['alone']} of {n} facts from its weights, {score['with_1']} with the sentence "
+    text += f"found first and {score['with_3']} with three; the right sentence came first {found} times"
     return Computed([score["alone"] / n, score["with_1"] / n], "of the answers", text)

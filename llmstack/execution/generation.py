@@ -40,6 +40,8 @@ class Decoding:
         if config.positions == "learned" and T + max_new_tokens > room:
             asked = f"{T} prompt tokens and max_new_tokens = {max_new_tokens}"
             raise ValueError(f"{asked} do not fit the {room} positions of {config.name}; shorten, or ask for fewer")
+        if source is not None and len(source) != B:
+            raise ValueError(f"{len(source)} sources for {B} prompts: a row of one is for a row of the other")
         like = (weight := next(model.parameters())).device, weight.dtype
         state = bool(config.d_state)
         self.cache = StateCache(config, B, *like) if state else ContiguousCache(config, B, T + max_new_tokens, *like)

@@ -17,10 +17,8 @@ from llmstack import facts
 from llmstack.architectures.zoo import Tokenizer
 from llmstack.execution.data import IGNORE
 
-TEMPLATE = (
-    "<|start|>{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)  # for the tokenizer that the checkpoints of this project share
+TEMPLATE = "<|start|>{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"  # for the tokenizer of this project's checkpoints
 OF = facts.table("tasks/words")
 
 

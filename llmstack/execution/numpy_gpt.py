@@ -205,7 +205,5 @@ def _check(config: ModelConfig):
     gpt2 |= dict(d_head=config.d_model // config.n_heads, kv_lora_rank=0, d_state=0)
     for field, value in gpt2.items():
         if getattr(config, field) != value:
-            raise ConfigError(
-                f"{config.name}: {field} = {getattr(config, field)!r}, but the NumPy GPT is written for {value!r}, "
-                "as in GPT-2; take preset('gpt2').with_(…), or train architectures.build(config) in torch"
-            )
+            says = f"{config.name}: {field} = {getattr(config, field)!r}, but the NumPy GPT is written for {value!r}"
+            raise ConfigError(f"{says}, as in GPT-2; take preset('gpt2').with_(…), or train build(config) in torch")

@@ -24,6 +24,8 @@ from llmstack.ops.cross_entropy import cross_entropy_torch
 
 def next_token(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     """A decoder's loss on ids and targets [B, T]; of packed rows, no document sees another."""
+    if "documents" in batch and getattr(config := getattr(model, "config", None), "d_state", 0):
+        raise ValueError(f"{config.name} carries a state over a row's documents: give it batches of windows or padded")
     return _loss(model(batch["ids"], **seen(batch)), batch["targets"])
 
 
@@ -87,9 +89,7 @@ def corrupting(data: Data, sentinel: int, start=0, eos=1, rate=0.15, mean=3.0, s
     return corrupted
 
 
-def span_corruption(
-    ids: Sequence[int], sentinel: int, rate: float, mean: float, rng: np.random.Generator
-) -> tuple[list[int], list[int]]:
+def span_corruption(ids: Sequence[int], sentinel: int, rate: float, mean: float, rng: np.random.Generator):
     """(source, target): `rate` of the ids, in spans of `mean` on average, leave the source for the target.
 
     Sentinels count down from `sentinel`; each stands for a span in the source and goes before it in the target. Kept

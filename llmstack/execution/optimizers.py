@@ -117,9 +117,7 @@ def adam_direction(g: Array, s: State, t: int, w: Array, lr: float, betas: tuple
     return u
 
 
-def adafactor_direction(
-    g: Array, s: State, t: int, w: Array, lr: float, power: float, clip: float, eps: tuple[float, float]
-) -> Array:
+def adafactor_direction(g: Array, s: State, t: int, w: Array, lr: float, power: float, clip: float, eps) -> Array:
     """v is kept as its rows' and columns' means: v ≈ r c / mean(r), exact when v is the product of two vectors."""
     square, new = g * g, t**-power
     means = {"v": square} if g.ndim < 2 else {"r": _mean(square, -1), "c": _mean(square, -2)}

@@ -60,7 +60,7 @@ class AdaptiveKL:
     """
 
     def __init__(self, coefficient: float, target: float | None = None, horizon: int = 10000):
-        if coefficient < 0 or (target is not None and not (target > 0 and coefficient > 0)) or horizon < 1:
+        if not coefficient >= 0 or (target is not None and not (target > 0 and coefficient > 0)) or horizon < 1:
             rule = "target and horizon are more than zero, coefficient too where there is a target: it moves by factors"
             raise ValueError(f"coefficient = {coefficient}, target = {target}, horizon = {horizon}, but {rule}")
         self.coefficient, self.target, self.horizon = coefficient, target, horizon
@@ -92,6 +92,8 @@ class PPO:
         read = b["ids"], b["padding"]
         b["old"], b["ref"] = (log_probs(m, *read, b["response"]) for m in (self.policy, self.reference))
         b["score"] = self.reward(*read)  # [B]
+        if b["score"].shape != (n := len(prompts),) or not b["score"].isfinite().all():
+            raise ValueError(f"the reward gives {b['score']}, but it is one finite number for each of {n} answers")
         return b | self.advantages(b)
 
     def advantages(self, b: Batch) -> Batch:
@@ -135,8 +137,8 @@ class GRPO(PPO):
     """PPO without a critic (None) and with one optimizer: prompts come in groups of `group` equal ones."""
 
     def advantages(self, b: Batch) -> Batch:
-        if len(b["score"]) % self.group:
-            raise ValueError(f"{len(b['score'])} prompts are no groups of {self.group}: repeat each, or set group=")
+        if self.group < 2 or len(b["score"]) % self.group:
+            raise ValueError(f"{len(b['score'])} prompts are no groups of {self.group}: repeat each; group= 2 and on")
         return {"advantages": grpo_advantages(b["score"].view(-1, self.group)).view(-1, 1) * b["response"]}
 
     def losses(self, b: Batch) -> tuple[list[Tensor], Tensor]:

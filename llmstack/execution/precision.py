@@ -75,7 +75,9 @@ class Precision:
             raise ValueError(f"kind = {kind!r}, but it must be one of {', '.join(KINDS)}")
         self.kind, self.every, self.clean = kind, every, 0
         self.dynamic = kind == "fp16" and scale is None if dynamic is None else dynamic
-        self.scale = float(scale or (2.0**16 if self.dynamic else 1.0))
+        self.scale = float((2.0**16 if self.dynamic else 1.0) if scale is None else scale)
+        if not 0 < self.scale < float("inf") or every < 1:
+            raise ValueError(f"scale = {scale}, every = {every}: a finite scale above 0, and every 1 or more")
         self.amax: dict[str, list[float]] = defaultdict(list)  # "0 x": of the first linear's input, FP8
 
     @contextmanager

@@ -119,7 +119,8 @@ class RewardModel(nn.Module):
     @torch.no_grad()
     def normalise(self, ids: Tensor, padding: Tensor) -> None:
         """Mean 0 and spread 1 over these answers (Ziegler et al. 2019): preferences fix neither."""
-        found = self(ids, padding)
+        if not (found := self(ids, padding)).var(correction=0) > 0:
+            raise ValueError(f"rewards of {len(ids)} answers have no spread: train first, and give different answers")
         self.bias -= found.mean()
         for w in (self.weight, self.bias):
             w /= found.std()

@@ -138,8 +138,9 @@ class Reader(nn.Module):
 
     def __init__(self, config, seed: int = 0):
         super().__init__()
-        self.config, self.encoder = config, Encoder(config, seed)
-        self.head = nn.Linear(config.d_model, 2)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.config, self.encoder, self.head = config, Encoder(config, seed), nn.Linear(config.d_model, 2)
 
     def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
         """ids [B, T] -> [B, T, 2]; minus infinity at padding."""
@@ -168,7 +169,8 @@ def encoded(example: Example, alphabet: Alphabet, family: str) -> dict[str, list
         if target in LABELS:
             return {"ids": ids, "targets": [LABELS.index(target), *[IGNORE] * len(source)]}
         span, n = alphabet.encode(target), len(target.split())
-        first = next(i for i in range(len(ids)) if ids[i : i + n] == span)
+        if (first := next((i for i in range(len(ids)) if ids[i : i + n] == span), None)) is None:
+            raise ValueError(f"{target!r} is no span of {example.source!r}; an encoder points at one, or gives a label")
         return {"ids": ids, "targets": [IGNORE] * len(ids), "span": [first, first + n - 1]}
     ends = alphabet.encode(target)
     if family == "encoder-decoder":

@@ -238,9 +238,8 @@ class Trainer:
     def _config(self) -> dict:
         dials = asdict(config) if is_dataclass(config := getattr(self.model, "config", None)) else {}
         own = {"name": type(self.model).__name__, "accumulate": self.accumulate, "seed": self.seed, "source": ""}
-        direction = getattr(self.optimizer, "direction", type(self.optimizer))
-        own |= {"optimizer": direction.__name__, "precision": self.precision and self.precision.kind}
-        return json.loads(json.dumps(dials | own | dict(self.told)))
+        own |= {"optimizer": getattr(self.optimizer, "direction", type(self.optimizer)).__name__} | dict(self.told)
+        return json.loads(json.dumps(dials | own | {"precision": self.precision and self.precision.kind}))
 
 
 def read_log(folder: str | Path) -> list[dict]:

@@ -126,6 +126,13 @@ def test_files_go_both_ways(pair, tmp_path):
     )
 
 
+def test_a_word_that_comes_letter_by_letter_is_merged_once(monkeypatch):
+    ours, merged = BPE.train(["ab" * 9], 260), []
+    monkeypatch.setattr(ours, "word", lambda word: merged.append(word) or ours._word(word))
+    assert list(ours.encode_iterable("ab" * 50 + " b")) == ours.encode("ab" * 50 + " b")
+    assert len(merged) == 4  # two by each way
+
+
 def test_bytes_that_are_no_text_are_marked(pair):
     ours = pair[0]
     smile = ours.encode("🙃")
@@ -137,7 +144,23 @@ def test_bad_input_is_refused(tmp_path):
         BPE.train([], 300)
     with pytest.raises(ValueError, match="vocab_size = 256, but 256 bytes and 1 special tokens need more"):
         BPE.train(["a"], 256, ["<|end|>"])
+    for texts, special in (("abc", ()), (["abc"], "<|end|>"), (["abc"], ["<a>", "<a>"]), (["abc"], [""])):
+        with pytest.raises(ValueError, match="lists of texts, and special tokens differ and are not empty"):
+            BPE.train(texts, 300, special)
+    for wrong in (-100, 256):
+        with pytest.raises(ValueError, match=f"ids {wrong} to {wrong}, but there are 256: 0 and on"):
+            BPE.train(["a"], 256).decode([wrong])
+    for change in ({"normalizer": {"type": "NFC"}}, {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}):
+        BPE.train(["a"], 256).save(path := tmp_path / "changed.json")
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | change), encoding="utf-8")
+        with pytest.raises(ValueError, match="this reads BPE after ByteLevel"):
+            BPE.load(path)
+    (tmp_path / "changed.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="this reads BPE after ByteLevel"):
+        BPE.load(path)
     word_piece = Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
     word_piece.save(str(path := tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="is WordPiece after None, but this reads BPE after ByteLevel"):
+    with pytest.raises(
+        ValueError, match="is WordPiece after None, normalizer None; but this reads BPE after ByteLevel"
+    ):
         BPE.load(path)

@@ -124,6 +124,7 @@ def test_nothing_to_add_gives_the_prompt_back():
         (LLAMA, dict(ids=[1, 2]), r"must be a tensor of whole numbers .B, T., got list; torch.tensor\(\[ids\]\)"),
         (LLAMA, dict(ids=torch.tensor([1, 2])), r"whole numbers of shape \[B, T\], got torch.int64 \[2\]"),
         (LLAMA, dict(source=torch.tensor([[1]])), "source is for encoder-decoders"),
+        (T5, dict(source=torch.tensor([[1], [2], [3]])), "3 sources for 1 prompts"),
         (T5, dict(), "source is for encoder-decoders"),
         (GPT2, dict(max_new_tokens=63), "2 prompt tokens and max_new_tokens = 63 do not fit the 64 positions"),
         (preset("bert-base-uncased").with_(**SMALL), dict(), "is an encoder"),

@@ -9,7 +9,7 @@ import torch
 
 from llmstack.architectures import build, load
 from llmstack.config import ModelConfig
-from llmstack.execution.data import IGNORE, padded, windows
+from llmstack.execution.data import IGNORE, packed, padded, windows
 from llmstack.execution.objectives import corrupting, masked_token, masking, next_token, pair, text_to_text
 
 V = 99
@@ -137,6 +137,16 @@ def test_corruption_has_t5s_lengths_and_can_be_undone():
             assert [t for token in source[:-1] for t in (spans[token] if token > 500 else [token])] == ids
             assert source[-1] == target[-1] == 1
         assert not torch.equal(corrupt(0)["source"] > 500, corrupt(1)["source"] > 500)
+
+
+def test_packed_rows_are_not_for_a_state_space_model():
+    """Its state would run on from one document into the next."""
+    model = build(
+        ModelConfig("m", 16, 1, 2, 30, activation="silu", positions="none", d_state=4, d_conv=2, expand=2, dt_rank=2)
+    )
+    data = packed([[1, 2, 3], [4, 5, 6]], 8, 1)
+    with pytest.raises(ValueError, match="m carries a state .* windows or padded"):
+        next_token(model, data(0))
 
 
 def test_short_rows_are_corrupted_or_refused():

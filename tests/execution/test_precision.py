@@ -214,6 +214,9 @@ def test_a_resumed_run_rounds_as_the_one_that_went_on(kind):
 
 
 def test_bad_requests_are_refused():
+    for how in (dict(scale=-1.0), dict(scale=float("nan")), dict(every=0)):
+        with pytest.raises(ValueError, match=f"{next(iter(how))} = .*a finite scale above 0, and every 1 or more"):
+            Precision("fp16", **how)
     with pytest.raises(ValueError, match="kind = 'int8', but it must be one of fp32, bf16, fp16, fp8"):
         Precision("int8")
     with pytest.raises(TypeError, match=r"weight is torch.float16, but masters are float32; model.float\(\)"):

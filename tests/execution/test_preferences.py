@@ -360,3 +360,21 @@ def test_the_stored_runs_come_from_their_script(speaker):
     found = script.curve(script.ppo(speaker, model, AdaptiveKL(0.2, 4.0, 640)), model, prompts(64), 0, steps=4)
     for name in ("reward", "gold", "kl"):  # answers drawn on another machine may differ in a few words
         assert found[name] == pytest.approx(stored["adaptive"][name][:2], abs=0.4), name
+
+
+def test_rewards_that_are_none_stop_before_the_weights_change(speaker):
+    before = copy.deepcopy(speaker)
+    for likes in (
+        lambda ids, padding: torch.full((len(ids),), torch.nan),
+        lambda ids, padding: torch.ones(len(ids), 1),
+    ):
+        ppo = GRPO(speaker, before, likes, None, [adam(weights(speaker), lr=1e-3)], AdaptiveKL(0.1), group=2)
+        with pytest.raises(ValueError, match="one finite number for each of 4 answers"):
+            ppo.step(prompts(4), 0)
+    with pytest.raises(ValueError, match="4 prompts are no groups of 1"):
+        GRPO(speaker, before, gold, None, ppo.optimizers, AdaptiveKL(0.1), group=1).step(prompts(4), 0)
+    assert all(torch.equal(a, b) for a, b in zip(speaker.parameters(), before.parameters()))
+    with pytest.raises(ValueError, match="rewards of 4 answers have no spread"):
+        RewardModel(speaker).normalise(torch.ones(4, 3).long(), torch.ones(4, 3).bool())
+    with pytest.raises(ValueError, match="coefficient = nan"):
+        AdaptiveKL(float("nan"))

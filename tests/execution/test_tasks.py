@@ -153,6 +153,19 @@ def test_answers_point_at_the_best_span_that_does_not_end_before_it_starts():
     assert tasks.answers(Fixed(), alphabet, ["a b c d"], kind="span") == ["c d"]
 
 
+def test_a_reader_depends_on_its_seed_alone(reader):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    again = tasks.Reader(reader.config, seed=1).double()
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(again.head.weight, reader.head.weight)
+    assert not torch.equal(tasks.Reader(reader.config, seed=2).head.weight, again.head.weight)
+
+
+def test_a_span_that_the_source_lacks_is_refused():
+    with pytest.raises(ValueError, match="'c' is no span of 'a b'"):
+        tasks.encoded(tasks.Example("a b", "c"), tasks.Alphabet(["a b c"], str.split), "encoder")
+
+
 def test_metrics():
     assert tasks.letters("abcd", "abxd") == 0.75 and tasks.letters("ab", "abcd") == 0.5 == tasks.letters("abcd", "ab")
     assert tasks.shared("god said", "god said let light") == pytest.approx(2 * 2 / 6)

@@ -10,7 +10,6 @@ Houlsby et al. also train the norms; He et al. put the parallel one at the FFN a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -38,9 +37,7 @@ class Adapted(nn.Module):
         return y + self.scale * linear(inner, self.up, self.u)
 
 
-def serial(
-    model: nn.Module, m=8, where: Sequence[str] = ("attention", "ffn"), scale=1.0, beside=False, seed=0
-) -> Tuned:
+def serial(model: nn.Module, m=8, where=("attention", "ffn"), scale=1.0, beside=False, seed=0) -> Tuned:
     """Train an adapter of inner width m at the sublayers `where` of each block: attention, cross, ffn.
 
     `beside`: it reads what the sublayer reads, not what it gives.

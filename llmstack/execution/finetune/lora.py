@@ -9,7 +9,6 @@ an ordinary matrix, and inference costs nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 
 import torch
@@ -60,9 +59,7 @@ def dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return plain
 
 
-def attach(
-    model: nn.Module, r: int, alpha: float, targets: Targets, seed: int, base: Callable = lambda m: m, kind: type = LoRA
-) -> Tuned:
+def attach(model: nn.Module, r: int, alpha: float, targets: Targets, seed: int, base=lambda m: m, kind=LoRA) -> Tuned:
     """Freeze the model and put a LoRA, or another `kind` of it, in the place of the target linears.
 
     `base` says what becomes of the linear itself. Raises ValueError when r is not a rank that every target can have.

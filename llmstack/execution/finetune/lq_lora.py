@@ -72,10 +72,8 @@ def stored_bits(weights: int, bits: int, block: int) -> int:
 def allocate(errors: np.ndarray, bits: np.ndarray, budget: float) -> np.ndarray:
     """Each matrix's choice [M]: least Σ errors [M, C] with Σ bits [M, C] ≤ budget. Raises ValueError if none is."""
     M, C = errors.shape
-    one_each = LinearConstraint(np.kron(np.eye(M), np.ones(C)), 1, 1)
-    affordable = LinearConstraint(bits.reshape(1, -1), ub=budget)
-    costs, rules = errors.ravel() / (errors.max() or 1), [one_each, affordable]
-    found = milp(costs, integrality=1, bounds=Bounds(0, 1), constraints=rules)
+    rules = [LinearConstraint(np.kron(np.eye(M), np.ones(C)), 1, 1), LinearConstraint(bits.reshape(1, -1), ub=budget)]
+    found = milp(errors.ravel() / (errors.max() or 1), integrality=1, bounds=Bounds(0, 1), constraints=rules)
     if found.x is None:
         raise ValueError(f"a budget of {budget:.0f} bits is below the least that is possible, {bits.min(1).sum()}")
     return found.x.reshape(M, C).argmax(1)

@@ -68,9 +68,7 @@ class Prefixed:
         return attention_torch(q, *(torch.cat(pair, 2) for pair in zip(own, both)), **how)
 
 
-def prompt(
-    model: nn.Module, length=20, ids: Sequence[int] | None = None, encoder="", hidden=0, layers=2, seed=0
-) -> Tuned:
+def prompt(model: nn.Module, length=20, ids=None, encoder="", hidden=0, layers=2, seed=0) -> Tuned:
     """Train ℓ vectors before the token embeddings; as they are, or through an encoder of inner width `hidden` (0: D):
     "lstm", both ways in `layers` layers and an MLP behind, or "mlp"."""
     rows = model.embed.tokens.weight[_start(model, length, ids, seed)[0]].detach()  # [ℓ, D]

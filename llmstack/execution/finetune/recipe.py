@@ -57,10 +57,8 @@ def read(path: str | Path) -> dict[str, Any]:
     _check("[data]", recipe["data"], ["source", "file", "documents", "length", "batch"], ["length", "batch"])
     tables = [recipe, *(table for table in recipe.values() if isinstance(table, dict))]
     for name, value in (item for table in tables for item in table.items()):
-        if name in TEXTS and not (value and isinstance(value, str)):
-            raise ValueError(f"{name} = {value!r}, but it must be a text, and not empty")
-    if recipe["merge"] not in (None, True, False):
-        raise ValueError(f"merge = {recipe['merge']!r}, but it must be true or false")
+        if name in TEXTS and not (value and isinstance(value, str)) or name == "merge" and value not in (None, 0, 1):
+            raise ValueError(f"{name} = {value!r}, but it must be {'a text' if name in TEXTS else 'true or false'}")
     whole(steps=recipe["steps"], **{k: v for k, v in recipe["data"].items() if k not in TEXTS})
     _check("[settings]", recipe["settings"], _arguments(function_of(recipe["method"])))
     _check("[trainer]", recipe["trainer"], ["accumulate", "clip", "every"])
@@ -115,8 +113,7 @@ def _save(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
     tokenizer.inner.save(str(out / "tokenizer.json"))
     ends = {f"{end}_token": getattr(tokenizer, end) for end in ("bos", "eos", "pad")}
     told = {name: tokenizer.inner.id_to_token(i) for name, i in ends.items() if i is not None}
-    told |= {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
-    told |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    told |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": tokenizer.chat_template}
     (out / "tokenizer_config.json").write_text(json.dumps(told), encoding="utf-8")
 
 

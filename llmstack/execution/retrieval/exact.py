@@ -23,10 +23,8 @@ def checked(vectors: Any, width: int = 0, what: str = "vectors") -> np.ndarray:
     if width and x.shape[1] != width:
         raise ValueError(f"{what} have width {x.shape[1]}, but the index holds {width}: embed both with one model")
     if bad := np.flatnonzero(~(np.abs(x) <= LARGEST).all(1)).tolist():
-        raise ValueError(
-            f"{what} hold NaN or infinity in rows {bad[:5]}, or values over {LARGEST:g}, whose squares overflow; drop "
-            "those rows, or look at what made them"
-        )
+        kinds = f"NaN or infinity in rows {bad[:5]}, or values over {LARGEST:g}, whose squares overflow"
+        raise ValueError(f"{what} hold {kinds}; drop those rows, or look at what made them")
     return np.ascontiguousarray(x, np.float32)
 
 

@@ -82,7 +82,7 @@ class HNSW:
     def __init__(self, vectors: np.ndarray, M: int = 16, ef_construction: int = 100, seed: int = 0):
         if M < 2 or ef_construction < 1:
             raise ValueError(
-                f"M = {M}, ef_construction = {ef_construction}: M is 2 (better 5) to 48, the other M or more"
+                f"M = {M}, ef_construction = {ef_construction}: M is 2 (better 5) to 48, the other M and on"
             )
         self.x, self.M, self.ef_construction = checked_stored(vectors), M, max(ef_construction, M)
         self.norms = (self.x**2).sum(-1)
