@@ -33,7 +33,8 @@ def lora_rank() -> Lab:
         left.set(xlabel="singular value", ylabel="size, first = 1", title=update)
         shown = {"left out": (range(len(s) + 1), left_out), "the chosen rank": ([rank], [left_out[rank]])}
         plots.line(shown, xlabel="rank r", ylabel="‖ΔW − BA‖ / ‖ΔW‖", marks=False, ax=right)
-        right.lines[1].set(marker="o", markersize=9)
+        right.lines[1].set(marker="o", markersize=9, linestyle="none")
+        right.legend(frameon=False)
         says = f"{update}, rank {rank}: BA has {share:.1%} of the matrix's values and leaves out {left_out[rank]:.1%}"
         return fig, f"{says} of the update (in norm)."
 
