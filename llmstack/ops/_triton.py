@@ -16,19 +16,6 @@ import torch
 if not any(Path(p).exists() for p in ("/proc/driver/nvidia/version", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-__all__ = [
-    "HAVE_TRITON",
-    "INTERPRETED",
-    "Build",
-    "available",
-    "interpreter",
-    "no_gradient",
-    "row_tile",
-    "rows_of",
-    "tl",
-    "triton",
-]
-
 
 class _Absent:
     """Stands for any name of a package that is not installed: it can be named and decorate, but not be called."""
@@ -102,6 +89,19 @@ def no_gradient(*tensors: torch.Tensor) -> None:
         raise RuntimeError("a kernel's result has no gradient: call it under torch.no_grad(), or the torch version")
 
 
+def operands(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What a kernel multiplies, in fp32 where the interpreter would multiply bf16 wrongly.
+
+    Raises TypeError where it cannot multiply their dtypes, RuntimeError when one wants a gradient.
+    """
+    no_gradient(*tensors)
+    dtypes = [t.dtype for t in tensors]
+    if dtypes[0] not in (torch.float32, torch.float16, torch.bfloat16) or len(set(dtypes)) > 1:
+        raise TypeError(f"kernels multiply fp32, fp16 or bf16, all of one dtype, got {dtypes}")
+    wide = INTERPRETED and dtypes[0] == torch.bfloat16
+    return [t.float() if wide else t for t in tensors]
+
+
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """x as contiguous rows [R, D], whatever its strides. Raises TypeError when a kernel cannot compute in its dtype,
     RuntimeError when it wants a gradient."""
@@ -109,3 +109,9 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"kernels compute in fp32 on fp32, fp16 or bf16 values, got {x.dtype}; use the torch version")
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+
+
+def same_shape(name: str, x: torch.Tensor, of: str, other: torch.Tensor) -> None:
+    """Raises ValueError where x has not the shape of the other."""
+    if x.shape != other.shape:
+        raise ValueError(f"{name} has the shape of {of}: expected {list(other.shape)}, got {list(x.shape)}")

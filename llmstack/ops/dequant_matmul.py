@@ -19,8 +19,8 @@ that is the time; at many, operations are, and a weight's dequantisation comes o
 
 import torch
 
-from llmstack.ops._triton import INTERPRETED, Build, available, tl, triton
-from llmstack.ops.matmul import _ready, padded
+from llmstack.ops._triton import INTERPRETED, Build, available, operands, tl, triton
+from llmstack.ops.matmul import padded
 from llmstack.ops.nf4 import levels, nf4_linear_np, nf4_linear_torch
 from llmstack.ops.quantise import int_linear_np, int_linear_torch
 
@@ -89,7 +89,7 @@ def _launch(x, packed, scale, zero, bits: int, N: int, K: int, group: int) -> to
     row_scale = group == K and zero is not None
     if not row_scale and (group < 16 or group & (group - 1)):
         raise ValueError(f"groups of {group}, but the kernel takes 16, 32, 64 … or whole rows: use the torch version")
-    (rows,) = _ready(x.reshape(x.shape[:-1].numel(), K).contiguous())
+    (rows,) = operands(x.reshape(x.shape[:-1].numel(), K).contiguous())
     M = len(rows)
     y = torch.empty(M, N, dtype=rows.dtype, device=x.device)
     BN, BK = (256, 256) if INTERPRETED else (64, 256 // x.element_size())

@@ -27,7 +27,7 @@ import torch
 from numpy import ndarray as Array
 from torch import Tensor
 
-from llmstack.ops._triton import INTERPRETED, Build, available, no_gradient, tl, triton
+from llmstack.ops._triton import INTERPRETED, Build, available, operands, tl, triton
 from llmstack.ops.merge import attention_lse, merge_np, merge_torch
 from llmstack.ops.softmax import softmax_np
 
@@ -193,10 +193,7 @@ def unified_decoding_triton(
 
 def launch(q, k, v, tables, lengths, splits: int, scale: float | None, phi: float | None = None, bounds=WIDE):
     """Runs the kernels over k, v [B or pages, page, K, Dh], tables [B, pages] or None: out, flags [B, K] or None."""
-    no_gradient(q, k, v)
     (B, H, Dh), (_, page, K, _) = q.shape, k.shape
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or {k.dtype, v.dtype} != {q.dtype}:
-        raise TypeError(f"the kernel takes all in fp32, fp16 or bf16, got {q.dtype}, {k.dtype}, {v.dtype}")
     ROWS, COLS = (max(16, triton.next_power_of_2(n)) for n in (H // K, Dh))
     if Dh > 256 or splits > 128 or ROWS * COLS > 1 << 14:
         raise ValueError(
@@ -204,8 +201,7 @@ def launch(q, k, v, tables, lengths, splits: int, scale: float | None, phi: floa
             f"got {Dh}, {H // K} heads a group and {splits} splits; use the torch version"
         )
     out = torch.empty(B, H, Dh, dtype=q.dtype, device=q.device)
-    if INTERPRETED and q.dtype == torch.bfloat16:  # its dot is wrong there
-        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = operands(q, k, v)
     if k.stride() != v.stride() or k.stride(-1) != 1:
         k, v = k.contiguous(), v.contiguous()
     lengths, tables = (None if x is None else x.to(q.device, torch.int32).contiguous() for x in (lengths, tables))

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from llmstack.ops._triton import INTERPRETED, TILE, Build, available, no_gradient, rows_of, tl, triton
+from llmstack.ops._triton import INTERPRETED, TILE, Build, available, no_gradient, rows_of, same_shape, tl, triton
 from llmstack.ops.activations import gelu_np, gelu_np_backward, gelu_torch
 from llmstack.ops.cross_entropy import _count, _kept, cross_entropy_np, cross_entropy_np_backward
 from llmstack.ops.layernorm import add_norm, layernorm_np, layernorm_torch
@@ -126,7 +126,7 @@ def linear_cross_entropy_torch(
 
 def add_norm_triton(x, r, g, b=None, eps: float = 1e-6, kind: str = "rmsnorm") -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of up to 16 Ki values, contiguous or not; raises ValueError where r, g or b do not fit x."""
-    _same(x, r, "r")
+    same_shape("r", r, "x", x)
     return add_norm(x, r, g, b, eps, _centred(kind))
 
 
@@ -163,7 +163,7 @@ def bias_gelu_triton(x: torch.Tensor, b: torch.Tensor, dy: torch.Tensor | None =
 
 
 def bias_gelu_triton_backward(dy, x, b) -> tuple[torch.Tensor, torch.Tensor]:
-    _same(x, dy, "dy")
+    same_shape("dy", dy, "x", x)
     dx = bias_gelu_triton(x, b, dy)
     return dx, dx.reshape(-1, len(b)).sum(0)
 
@@ -209,11 +209,6 @@ def _statistics_triton(x, w, targets):
 def linear_cross_entropy_triton(x, w, targets, ignore_index: int = -100, reduction: str = "mean") -> torch.Tensor:
     """Rows and vocabulary of any size, differentiable: the kernel forward, chunks of the vocabulary backward."""
     return linear_cross_entropy_torch(x, w, targets, ignore_index, reduction, _statistics_triton)
-
-
-def _same(x, other, name: str):
-    if x.shape != other.shape:
-        raise ValueError(f"{name} has the shape of x: expected {list(x.shape)}, got {list(other.shape)}")
 
 
 CHUNK = 8192  # words of the vocabulary whose logits exist at once

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from llmstack.ops._triton import TILE, Build, available, rows_of, tl, triton
+from llmstack.ops._triton import TILE, Build, available, rows_of, same_shape, tl, triton
 from llmstack.ops.activations import ACTIVATIONS_NP, ACTIVATIONS_NP_BACKWARD, ACTIVATIONS_TORCH
 
 GATES = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
@@ -74,7 +74,7 @@ def _swiglu_backward_kernel(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, N, BLO
 
 def swiglu_triton(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Any shape and strides; raises ValueError when gate and up differ in shape."""
-    _check(gate, up)
+    same_shape("up", up, "gate", gate)
     gates, y = rows_of(gate), torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if y.numel():
         _swiglu_kernel[(triton.cdiv(y.numel(), TILE),)](gates, rows_of(up), y, y.numel(), TILE)
@@ -82,18 +82,13 @@ def swiglu_triton(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_triton_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(gate, up)
-    _check(gate, dy, "dy")
+    same_shape("up", up, "gate", gate)
+    same_shape("dy", dy, "gate", gate)
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     if dy.numel():
         grid = (triton.cdiv(dy.numel(), TILE),)
         _swiglu_backward_kernel[grid](rows_of(dy), rows_of(gate), rows_of(up), dgate, dup, dy.numel(), TILE)
     return dgate, dup
-
-
-def _check(gate: torch.Tensor, other: torch.Tensor, name: str = "up"):
-    if gate.shape != other.shape:
-        raise ValueError(f"{name} has the shape of gate: expected {list(gate.shape)}, got {list(other.shape)}")
 
 
 def _each(fn: Callable) -> dict[str, Callable]:

@@ -26,7 +26,7 @@ from M2 on. They come from a profile (`inflections`), measured or modelled (hard
 import numpy as np
 import torch
 
-from llmstack.ops._triton import INTERPRETED, Build, available, no_gradient, tl, triton
+from llmstack.ops._triton import INTERPRETED, Build, available, operands, tl, triton
 from llmstack.ops.glu import swiglu_np, swiglu_torch
 
 GROUP = 8
@@ -170,7 +170,7 @@ def flat_gemm_triton(x: torch.Tensor, w: torch.Tensor, pad: int = 8) -> torch.Te
 def gemv_triton(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """w [N, K] x [K]; rows of w may be apart, values in a row are neighbours (else w is copied)."""
     _check(w, x[..., None])
-    w, x = _ready(w if w.stride(1) == 1 else w.contiguous(), x.contiguous())
+    w, x = operands(w if w.stride(1) == 1 else w.contiguous(), x.contiguous())
     y = torch.empty(len(w), dtype=x.dtype, device=x.device)
     ROWS, COLS = (256, 1024) if INTERPRETED else (16, 256)
     if y.numel():
@@ -220,7 +220,7 @@ def _launch(a, b, up, tile: tuple[int, int, int], flip: bool = False) -> torch.T
     if up is not None and up.stride() != b.stride():
         b, up = b.contiguous(), up.contiguous()
     gated = up is not None
-    a, b, up = _ready(a, b, up if gated else b)
+    a, b, up = operands(a, b, up if gated else b)
     c = a.new_empty(N, M).T if flip else a.new_empty(M, N)
     if c.numel():
         grid = (triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1]),)
@@ -228,15 +228,6 @@ def _launch(a, b, up, tile: tuple[int, int, int], flip: bool = False) -> torch.T
         warps = 8 if tile[2] <= 32 else 4  # thin tiles are deep
         _matmul_kernel[grid](a, b, up, c, M, N, K, *strides, *tile, GROUP, gated, num_warps=warps, num_stages=3)
     return c.to(dtype)
-
-
-def _ready(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    no_gradient(*tensors)
-    dtypes = [t.dtype for t in tensors]
-    if dtypes[0] not in (torch.float32, torch.float16, torch.bfloat16) or len(set(dtypes)) > 1:
-        raise TypeError(f"kernels multiply fp32, fp16 or bf16, all of one dtype, got {dtypes}")
-    wide = INTERPRETED and dtypes[0] == torch.bfloat16  # which the interpreter multiplies wrongly
-    return [t.float() if wide else t for t in tensors]
 
 
 def _check(a, b):

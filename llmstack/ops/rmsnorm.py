@@ -21,7 +21,7 @@ fusing must reach.
 import numpy as np
 import torch
 
-from llmstack.ops._triton import Build, available, row_tile, rows_of, tl, triton
+from llmstack.ops._triton import Build, available, row_tile, rows_of, same_shape, tl, triton
 
 
 def rmsnorm_np(x: np.ndarray, g: np.ndarray, eps: float = 1e-6) -> np.ndarray:
@@ -113,8 +113,7 @@ def rmsnorm_triton_backward(
     Rows over 8 Ki values spill registers to memory.
     """
     _check(x, g)
-    if dy.shape != x.shape:
-        raise ValueError(f"dy has the shape of x: expected {list(x.shape)}, got {list(dy.shape)}")
+    same_shape("dy", dy, "x", x)
     rows = rows_of(x)  # [R, D]
     dx = torch.empty_like(rows)
     ROWS, COLS, warps = row_tile(x.shape[-1])

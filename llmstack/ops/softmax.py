@@ -23,7 +23,7 @@ For R rows of S values of b bytes, a comparison, an exponential and a division a
 import numpy as np
 import torch
 
-from llmstack.ops._triton import Build, available, row_tile, rows_of, tl, triton
+from llmstack.ops._triton import Build, available, row_tile, rows_of, same_shape, tl, triton
 
 
 def softmax_np(x: np.ndarray) -> np.ndarray:
@@ -94,8 +94,7 @@ def softmax_triton(x: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_triton_backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    if dy.shape != y.shape:
-        raise ValueError(f"dy has the shape of y: expected {list(y.shape)}, got {list(dy.shape)}")
+    same_shape("dy", dy, "y", y)
     rows = rows_of(y)  # [R, S]
     dx = torch.empty_like(rows)
     ROWS, COLS, warps = row_tile(y.shape[-1])
