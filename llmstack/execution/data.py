@@ -107,8 +107,7 @@ def _examples(given: Sequence[Example], least: int = 0) -> list[dict[str, Tensor
     for i, e in enumerate(pairs):
         if e.keys() != pairs[0].keys():
             raise ValueError(f"example {i} has {', '.join(e)}, but example 0 {', '.join(pairs[0])}: all have the same")
-        n, m = len(e["ids"]), len(e.get("targets", ()))
-        if not least <= n == m:
+        if (m := len(e.get("targets", ()))) != (n := len(e["ids"])) or n < least:
             raise ValueError(f"example {i} has {n} ids and {m} targets, but each id has one (-100: no loss)")
     return [{key: torch.as_tensor(x, dtype=torch.long) for key, x in e.items()} for e in pairs]
 
