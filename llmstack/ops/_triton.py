@@ -97,7 +97,7 @@ def operands(*tensors: torch.Tensor) -> list[torch.Tensor]:
     no_gradient(*tensors)
     dtypes = [t.dtype for t in tensors]
     if dtypes[0] not in (torch.float32, torch.float16, torch.bfloat16) or len(set(dtypes)) > 1:
-        raise TypeError(f"kernels multiply fp32, fp16 or bf16, all of one dtype, got {dtypes}")
+        raise TypeError(f"kernels multiply fp32, fp16 or bf16, all of one dtype, got {dtypes}; use the torch version")
     wide = INTERPRETED and dtypes[0] == torch.bfloat16
     return [t.float() if wide else t for t in tensors]
 

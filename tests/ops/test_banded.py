@@ -98,7 +98,7 @@ def test_bad_input(impl):
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_the_kernel_says_what_it_takes():
     wide = randn(1, 1, 4, 300)
-    with pytest.raises(TypeError, match="heads of up to 256, got torch.float32.* 300; use the torch version"):
+    with pytest.raises(ValueError, match="heads of up to 256 values, got 300; use the torch version"):
         banded_triton(wide, wide, wide, 2)
-    with pytest.raises(TypeError, match="got torch.float64"):
+    with pytest.raises(TypeError, match="got .torch.float64"):
         banded_triton(*(x.double() for x in triple(4)), 2)

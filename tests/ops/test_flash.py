@@ -364,7 +364,7 @@ def test_bad_input():
         (ValueError, r"\[2, 2, 7, 16\]", lambda: flash_triton(q, k, v[:, :, 1:])),
         (
             TypeError,
-            "fp32, fp16 or bf16 heads of up to 256, got torch.float64",
+            "fp32, fp16 or bf16, all of one dtype, got .torch.float64",
             lambda: flash_triton(*map(torch.Tensor.double, (q, k, v))),
         ),  # fmt: skip
         (TypeError, "torch.float16.*use the torch version", lambda: flash_triton(q, k, v.half())),

@@ -12,7 +12,7 @@ three strides serves q, out, dq, and the log-sum-exp alike.
 
 import torch
 
-from llmstack.ops._triton import INTERPRETED, Build, tl, triton
+from llmstack.ops._triton import INTERPRETED, Build, operands, tl, triton
 from llmstack.ops.flash.ref import check
 
 
@@ -115,8 +115,7 @@ class Call:
 
     def __init__(self, q, k, v, bias=None, causal=False, window=0, ahead=0, alibi=None, scale=None, cu=None, longest=0):
         _check(q, k, v, bias, causal, window, alibi, packed=cu is not None)
-        if INTERPRETED and q.dtype == torch.bfloat16:  # whose arithmetic the interpreter gets wrong
-            q, k, v = q.float(), k.float(), v.float()
+        q, k, v = operands(q, k, v)
         self.q, self.k = _dense(q), _dense(k)
         self.v, self.cu, self.causal, self.Dh = like(v, self.k), cu, causal, q.shape[-1]
         heads = lambda x: x if cu is None else x.transpose(0, 1)[None]  # [N, H, Dh] as [1, H, N, Dh]
@@ -165,9 +164,8 @@ def like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _check(q, k, v, bias, causal, window, alibi, packed):
     check(q, k, v, causal, window, packed)
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not 0 < q.shape[-1] <= 256:
-        got = f"{q.dtype}, {k.dtype}, {v.dtype}, {q.shape[-1]}"
-        raise TypeError(f"the kernel takes fp32, fp16 or bf16 heads of up to 256, got {got}; use the torch version")
+    if not 0 < q.shape[-1] <= 256:
+        raise ValueError(f"the kernel takes heads of up to 256 values, got {q.shape[-1]}; use the torch version")
     if bias is not None and not bias.is_floating_point():
         raise TypeError(f"bias is added to scores, got {bias.dtype}: give a mask as 0 where allowed and −inf elsewhere")
     if alibi is not None and alibi.shape != q.shape[1:2]:
@@ -195,7 +193,6 @@ def builds(kernel, outputs: str, table: dict) -> list[Build]:
 
 
 OPTIONS = {"bias_ptr": "T", "alibi_ptr": "*fp32", "cu_ptr": "*i32"}
-DTYPES = torch.float32, torch.float16, torch.bfloat16
 TILES = {  # (width of a head at least, bytes of a value): ROWS, KEYS, warps, stages
     (64, 2): (128, 64, 8, 2),
     (128, 2): (128, 32, 8, 2),
