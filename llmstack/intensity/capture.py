@@ -25,23 +25,17 @@ from llmstack.ops.rmsnorm import rmsnorm_torch
 from llmstack.ops.rope import rope_torch
 
 WHOLE = (rmsnorm_torch, layernorm_torch, deepnorm_torch, attention_torch, rope_torch, cross_entropy_torch)
-CALLS = {  # one name for the ways to write a call: operators, functions; methods have the name itself
-    "add": (operator.add, torch.add),
-    "sub": (operator.sub, torch.sub),
-    "mul": (operator.mul, torch.mul),
-    "div": (operator.truediv, torch.div),
-    "neg": (operator.neg, torch.neg),
-    "matmul": (operator.matmul, torch.matmul, torch.bmm),
-    "softmax": (F.softmax, torch.softmax),
-    "linear": (F.linear,),
-    "gelu": (F.gelu,),
-    "silu": (F.silu,),
-    "relu": (F.relu, torch.relu),
-    **{
-        name: (getattr(torch, name),) for name in ("exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "abs", "transpose")
-    },
-}
-NAMES = {fn: name for name, fns in CALLS.items() for fn in fns}
+NAMES = {  # one name for the ways to write a call: operators, functions; methods have the name itself
+    fn: name
+    for name, fns in dict(
+        add=(operator.add, torch.add), sub=(operator.sub, torch.sub), mul=(operator.mul, torch.mul),
+        div=(operator.truediv, torch.div), neg=(operator.neg, torch.neg), relu=(F.relu, torch.relu),
+        matmul=(operator.matmul, torch.matmul, torch.bmm), softmax=(F.softmax, torch.softmax),
+    ).items()
+    for fn in fns
+}  # fmt: skip
+NAMES |= {getattr(torch, n): n for n in ("exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "abs", "transpose")}
+NAMES |= {getattr(F, n): n for n in ("linear", "gelu", "silu")}
 SILENT = {"inplace": False, "approximate": "none", "alpha": 1, "_stacklevel": 3, "dtype": None, "rounding_mode": None}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -157,12 +157,8 @@ def check(config, batch, tokens, phase, context=0, source=0, recompute="none") -
         raise ValueError(f"phase = {phase!r}, but it must be one of {', '.join(PHASES)}")
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute = {recompute!r}, but it must be one of {', '.join(RECOMPUTE)}")
-    for name, value, least in (
-        ("batch", batch, 1),
-        ("tokens", tokens, 1),
-        ("context", context, 0),
-        ("source", source, 0),
-    ):
+    for name, value in dict(batch=batch, tokens=tokens, context=context, source=source).items():
+        least = int(name in ("batch", "tokens"))
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} = {value!r}, but it must be a whole number, at least {least}")
     if (config.kind == "encoder-decoder") != bool(source):

@@ -38,11 +38,6 @@ class Params:
     active: int
     by_part: dict[str, int] = field(hash=False)
 
-    @property
-    def non_embedding(self) -> int:
-        """Without the embedding and the head, as Qwen and the scaling-law papers count."""
-        return self.total - self.by_part["embedding"] - self.by_part["head"]
-
 
 def params(config: ModelConfig) -> Params:
     """Exact counts for any config; every preset equals transformers where transformers has the model."""
