@@ -15,7 +15,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 
 # Shared memory that one program can have, in bytes: CUDA C++ programming guide, table of compute capabilities
 # (163 and 227 KiB); AMD Instinct MI300 instruction set architecture, local data share (64 KiB).
@@ -41,17 +40,11 @@ class Record:
         return TARGETS[self.target][3]
 
 
-def modules_with_kernels(package: str = "llmstack.ops") -> list[str]:
-    """Modules of the package, below it too, whose source has an AOT list."""
-    paths = import_module(package).__path__
-    found = []
-    for module in iter_modules(paths, package + "."):
-        file = Path(module.module_finder.path, module.name.rpartition(".")[2] + ("" if module.ispkg else ".py"))
-        if module.ispkg:
-            found += modules_with_kernels(module.name)
-        elif re.search(r"^AOT\b.*= \[", file.read_text("utf-8"), re.MULTILINE):
-            found.append(module.name)
-    return found
+def modules_with_kernels() -> list[str]:
+    """Modules of llmstack.ops, at any depth, whose source has an AOT list."""
+    root, has_list = Path(__file__).parent, re.compile(r"^AOT\b.*= \[", re.MULTILINE)
+    files = (path.relative_to(root) for path in sorted(root.rglob("*.py")) if has_list.search(path.read_text("utf-8")))
+    return [".".join(("llmstack.ops", *file.with_suffix("").parts)) for file in files]
 
 
 def compile_all(

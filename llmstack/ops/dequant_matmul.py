@@ -65,9 +65,7 @@ def _dequant_kernel(
 def int_linear_triton(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int = 4):
     """y [..., out] of x [..., in], packed [out, in bits / 8] of 4 or 8 bits; a group is 16, 32, 64 … or a whole row."""
     if bits not in (4, 8) or scale.shape != zero.shape:
-        raise ValueError(
-            f"the kernel takes 4 or 8 bits, and a zero point a scale; got {bits} bits: use int_linear_torch"
-        )
+        raise ValueError(f"the kernel takes 4 or 8 bits, a zero point a scale; got {bits} bits: use int_linear_torch")
     N, K = len(packed), packed.shape[1] * 8 // bits
     if scale.ndim != 2 or len(scale) != N or not scale.shape[1] or K % scale.shape[1]:
         raise ValueError(f"scale and zero are [out = {N}, in / group], groups fill in = {K}; got {list(scale.shape)}")

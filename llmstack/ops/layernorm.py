@@ -85,9 +85,8 @@ def add_norm(x, r, g, b, eps: float, centre: bool) -> tuple[torch.Tensor, torch.
     _check(x, g, b)
     no_gradient(g, b)
     rows, (ROWS, COLS, warps) = rows_of(x), row_tile(x.shape[-1])
-    y, s, added = torch.empty_like(rows), None, None
-    if r is not None:
-        s, added = torch.empty_like(rows), rows_of(r)
+    y = torch.empty_like(rows)
+    s, added = (None, None) if r is None else (torch.empty_like(rows), rows_of(r))
     if len(rows):
         grid, flags = (triton.cdiv(len(rows), ROWS),), (centre, ROWS, COLS)
         vectors = g.contiguous(), b.contiguous()

@@ -24,20 +24,12 @@ from torch import Tensor
 BITS = (2, 3, 4, 8)
 
 
-def pack_np(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 codes [..., n] -> bytes [..., n bits / 8]."""
-    into, shifts = _layout(bits, codes.shape[-1])
-    return _regroup_np(codes, shifts, into, 255)
-
-
 def unpack_np(packed: np.ndarray, bits: int) -> np.ndarray:
-    into, shifts = _layout(bits)
-    return _regroup_np(packed, into, shifts, 2**bits - 1)
-
-
-def _regroup_np(x: np.ndarray, old: list[int], new: list[int], mask: int) -> np.ndarray:
-    words = sum(x[..., i :: len(old)].astype(int) << shift for i, shift in enumerate(old))
-    return (words[..., None] >> new & mask).astype(np.uint8).reshape(*x.shape[:-1], words.shape[-1] * len(new))
+    """Bytes [..., n bits / 8] -> uint8 codes [..., n]."""
+    old, new = _layout(bits)
+    words = sum(packed[..., i :: len(old)].astype(int) << shift for i, shift in enumerate(old))
+    codes = (words[..., None] >> new & 2**bits - 1).astype(np.uint8)
+    return codes.reshape(*packed.shape[:-1], words.shape[-1] * len(new))
 
 
 def dequantise_np(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
@@ -51,6 +43,7 @@ def int_linear_np(x: np.ndarray, packed: np.ndarray, scale: np.ndarray, zero: np
 
 
 def pack_torch(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [..., n] -> bytes [..., n bits / 8]."""
     into, shifts = _layout(bits, codes.shape[-1])
     return _regroup_torch(codes, shifts, into, 255)
 

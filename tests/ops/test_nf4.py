@@ -16,7 +16,7 @@ from llmstack.ops.nf4 import (
     nf4_weight_torch,
     single_torch,
 )
-from llmstack.ops.quantise import pack_np, unpack_torch
+from llmstack.ops.quantise import pack_torch, unpack_torch
 
 randn = lambda *shape, seed=0: torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -116,7 +116,7 @@ def test_the_linear_layer_multiplies_by_the_decoded_weight(impl, rows, shape):
     packed, a = nf4_pack_torch(w)
     if impl == "numpy":
         codes, a = encode_np(w.numpy())
-        packed = pack_np(np.pad(codes, (0, codes.size % 2)), 4)
+        packed = pack_torch(torch.from_numpy(np.pad(codes, (0, codes.size % 2))), 4).numpy()
     assert packed.dtype in (np.uint8, torch.uint8) and len(packed) == -(-w.numel() // 2)
     got = IMPLS[impl](x.numpy() if impl == "numpy" else x, packed, a, shape)
     codes = unpack_torch(torch.as_tensor(packed), 4)[: w.numel()].long()

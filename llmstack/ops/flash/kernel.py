@@ -135,10 +135,8 @@ class Call:
 
     def tiles(self, table: dict) -> dict:
         COLS = max(16, triton.next_power_of_2(self.Dh))
-        tile = table[max(COLS, 64), self.q.dtype.itemsize]
-        rows, keys, warps, stages = (
-            (128, 128, 4, 1) if INTERPRETED else halved(*tile) if self.bias is not None else tile
-        )
+        tile = (128, 128, 4, 1) if INTERPRETED else table[max(COLS, 64), self.q.dtype.itemsize]
+        rows, keys, warps, stages = tile if INTERPRETED or self.bias is None else halved(*tile)
         return dict(ROWS=rows, KEYS=keys, COLS=COLS, num_warps=warps, num_stages=stages)
 
 
