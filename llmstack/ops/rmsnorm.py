@@ -21,7 +21,7 @@ fusing must reach.
 import numpy as np
 import torch
 
-from llmstack.ops._triton import Build, available, row_tile, rows_of, same_shape, tl, triton
+from llmstack.ops._triton import Build, available, no_gradient, row_tile, rows_of, same_shape, tl, triton
 
 
 def rmsnorm_np(x: np.ndarray, g: np.ndarray, eps: float = 1e-6) -> np.ndarray:
@@ -95,6 +95,7 @@ def _norm_backward_kernel(
 def rmsnorm_triton(x: torch.Tensor, g: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Rows of up to 16 Ki values, any number of them, contiguous or not; raises ValueError on a g of another width."""
     _check(x, g)
+    no_gradient(g)
     rows = rows_of(x)  # [R, D]
     y = torch.empty_like(rows)
     ROWS, COLS, warps = row_tile(x.shape[-1])

@@ -51,6 +51,12 @@ def test_few_programs_take_many_rows_each(monkeypatch):
 def test_a_wrong_scale_is_refused():
     with pytest.raises(ValueError, match=r"expected shape \[8\], got \[7\]"):
         rmsnorm_triton(torch.ones(2, 8), torch.ones(7))
+    for x, g in (
+        (torch.ones(2, 8).requires_grad_(), torch.ones(8)),
+        (torch.ones(2, 8), torch.ones(8).requires_grad_()),
+    ):
+        with pytest.raises(RuntimeError, match="no gradient"):
+            rmsnorm_triton(x, g)
 
 
 @pytest.mark.skipif("triton" not in BACKWARDS, reason="Triton has no build here")
