@@ -11,10 +11,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "llmstack"
 CEILINGS = {
-    "ops": 2500,
+    "ops": 2850,
     "architectures": 3200,
     "execution": 2950,
-    "intensity": 1100,
+    "intensity": 1400,
     "hardware": 2400,
     "parallelism": 2200,
     "memory": 1200,

@@ -18,7 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from llmstack.architectures import build
 from llmstack.architectures.cache import ContiguousCache
 from llmstack.config import ModelConfig
-from llmstack.intensity.timing import Timing, fastest
+from llmstack.intensity.timing import Timing, fastest_of
 
 WIDTHS, TOKENS, LAYERS, HEAD = (256, 512, 768, 1024, 2048, 4096), 256, 2, 64
 
@@ -68,7 +68,7 @@ def main(runs: int = 5) -> None:
                     with Timing() as timing:
                         run(ids)
                     timings.append(timing)
-                best = fastest(timings)
+                best = fastest_of(timings)
                 shares = {kind: round(share, 3) for kind, share in best.shares().items()}
                 rows.append(dict(width=width, code=code, phase=phase, ms=round(1e3 * best.seconds, 2), **shares))
                 print(rows[-1], flush=True)

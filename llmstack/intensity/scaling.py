@@ -4,7 +4,7 @@
     isoflop(N, C, loss)           at each budget the N of a parabola's bottom, then N* ∝ C^a    Hoffmann's approach 2
     envelope(N, C, loss)          at each budget the N of the lowest curve, then N* ∝ C^a       Hoffmann's approach 1
     parametric(N, D, loss)        L = E + A/N^α + B/D^β                                         Hoffmann's approach 3
-    spread(fit, N, C, loss)       the same fit on 100 choices of four points in five: its error bar
+    resampled(fit, N, C, loss)    the same fit on 100 choices of four points in five: its error bar
     routed(N, E, loss)            log L = a log N + b log Ê + c log N log Ê + d, base 10        Clark et al. 2022
 
 From the third law follows what a budget is best spent on: minimising E + A/N^α + B/D^β under 6 N D = C gives
@@ -156,7 +156,7 @@ def parametric(N: Points, D: Points, loss: Points, delta: float = 1e-3, near: La
     return Law(float(np.exp(e)), float(np.exp(a)), float(np.exp(b)), float(alpha), float(beta))
 
 
-def spread(fit: Callable, *columns: Points, share: float = 0.8, times: int = 100, seed: int = 0) -> list:
+def resampled(fit: Callable, *columns: Points, share: float = 0.8, times: int = 100, seed: int = 0) -> list:
     """What `fit(*columns)` gives on `times` random choices of a share of the points: how far a result hangs on a few of
     them (Hoffmann et al., Table 2, take the 10th and the 90th percentile). Choices that `fit` refuses are left out."""
     columns, rng, found = [np.asarray(c) for c in columns], np.random.default_rng(seed), []

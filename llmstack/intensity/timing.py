@@ -87,10 +87,10 @@ def timed(config: ModelConfig, batch: int = 1, tokens: int = 1, phase: str = "fo
             with Timing() as timing:
                 model(ids[:, :new], **how)
             timings.append(timing)
-    return fastest(timings[1:])
+    return fastest_of(timings[1:])
 
 
-def fastest(timings: list[Timing]) -> Timing:
+def fastest_of(timings: list[Timing]) -> Timing:
     """Of timings of one and the same pass: each operation at its fastest, which what else runs has disturbed least."""
     best = Timing()
     best.rows = [min(same, key=lambda row: row.seconds) for same in zip(*(t.rows for t in timings), strict=True)]

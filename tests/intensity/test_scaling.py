@@ -9,7 +9,7 @@ from scipy.optimize import minimize
 
 from llmstack import facts
 from llmstack.intensity import scaling
-from llmstack.intensity.scaling import Law, Routed, envelope, isoflop, kaplan, parametric, power_law, routed, spread
+from llmstack.intensity.scaling import Law, Routed, envelope, isoflop, kaplan, parametric, power_law, resampled, routed
 
 FACTS = facts.table("scaling")
 CHINCHILLA, REFITTED = (Law(**FACTS[key]["loss"]) for key in ("chinchilla", "refitted"))
@@ -148,11 +148,11 @@ def test_spread_is_what_other_choices_of_points_give():
     x = np.geomspace(1, 1e6, 20)
     y = 3 * x**-0.076 * np.exp(0.01 * np.random.default_rng(0).standard_normal(20))
     fit = lambda x, y: power_law(x, y).exponent
-    found = spread(fit, x, y)
-    assert len(found) == 100 and found == spread(fit, x, y) != spread(fit, x, y, seed=1)
+    found = resampled(fit, x, y)
+    assert len(found) == 100 and found == resampled(fit, x, y) != resampled(fit, x, y, seed=1)
     assert 0 < np.std(found) < 2 * power_law(x, y).error
-    assert np.ptp(spread(fit, x, y, share=1.0)) < 1e-12
-    assert spread(fit, x, y, share=0.1) == []  # two points are refused
+    assert np.ptp(resampled(fit, x, y, share=1.0)) < 1e-12
+    assert resampled(fit, x, y, share=0.1) == []  # two points are refused
 
 
 def test_clark_recovers_planted_coefficients():
