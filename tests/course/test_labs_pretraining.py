@@ -5,7 +5,7 @@ import re
 import torch
 
 from llmstack.course import labs
-from llmstack.course.labs.pretraining import gradients
+from llmstack.course.labs.pretraining import sampled_gradients
 
 
 def shares(panel):
@@ -13,7 +13,7 @@ def shares(panel):
 
 
 def test_the_shares_are_those_of_a_cast():
-    panel, g = labs.loss_scaling(), gradients()
+    panel, g = labs.loss_scaling(), sampled_gradients()
     for scale in (0, 20, 40):
         cast = (g / 2**20 * 2**scale).to(torch.float16)
         want = [100 * float(x.float().mean()) for x in (cast == 0, cast.isinf())]

@@ -16,7 +16,7 @@ TEXT = "And God said, Let there be light: and there was light. And God saw the l
 
 
 @cache
-def gradients() -> Tensor:
+def sampled_gradients() -> Tensor:
     """What comes to every linear's output in llama-2m on a line of the Bible, of the summed loss."""
     model, tokenizer = pretrained("llama-2m")
     found, ids = [], torch.tensor([tokenizer.encode(TEXT)])
@@ -34,7 +34,7 @@ def loss_scaling() -> Lab:
 
     def draw(format: str, log2_of_tokens: int, log2_of_scale: int):
         shift = log2_of_scale - log2_of_tokens
-        g, info = gradients() * 2.0**shift, torch.finfo(FORMATS[format])
+        g, info = sampled_gradients() * 2.0**shift, torch.finfo(FORMATS[format])
         kept = rounded(g, format)
         lost, over = float((kept == 0).float().mean()), float((~kept.isfinite()).float().mean())
         least = np.log2(info.smallest_normal * info.eps)  # the smallest subnormal
