@@ -8,7 +8,7 @@ from scipy.optimize import minimize_scalar
 
 from llmstack import facts
 from llmstack.course import labs
-from llmstack.course.labs.scaling import PIVOT, turned
+from llmstack.course.labs.scaling import PIVOT, law_with
 from llmstack.intensity.scaling import Law
 
 FITTED_AGAIN, PRINTED = (Law(**facts.table("scaling")[key]["loss"]) for key in ("refitted", "chinchilla"))
@@ -20,7 +20,7 @@ def lowest(cost) -> float:
 
 
 def test_turning_keeps_the_pivot():
-    law = turned(FITTED_AGAIN, 0.5, 0.25)
+    law = law_with(FITTED_AGAIN, 0.5, 0.25)
     assert law(*PIVOT) == pytest.approx(FITTED_AGAIN(*PIVOT))
     assert law.exponents == pytest.approx((1 / 3, 2 / 3))
 
@@ -28,7 +28,7 @@ def test_turning_keeps_the_pivot():
 @pytest.mark.parametrize("power", [21, 23.75])
 def test_the_best_size_of_a_budget(power):
     panel = labs.isoflop_curve().set(budget_as_power_of_ten=power, alpha=0.3, beta=0.45)
-    law, C = turned(FITTED_AGAIN, 0.3, 0.45), 10**power
+    law, C = law_with(FITTED_AGAIN, 0.3, 0.45), 10**power
     best = lowest(lambda N: law(N, C / 6 / N))
     said = float(re.search(r"tokens are best, ([\d.e+]+) tokens", panel.caption)[1])
     assert said == pytest.approx(C / 6 / best**2, rel=0.01)

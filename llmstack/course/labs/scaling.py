@@ -13,7 +13,7 @@ PIVOT = 70e9, 1.4e12  # Chinchilla: where the law is held while its exponents tu
 NEAR = 0.01  # nats
 
 
-def turned(law: Law, alpha: float, beta: float) -> Law:
+def law_with(law: Law, alpha: float, beta: float) -> Law:
     """The law with other exponents, and A and B such that it is as before at the pivot."""
     N, D = PIVOT
     return Law(law.E, law.A * N ** (alpha - law.alpha), law.B * D ** (beta - law.beta), alpha, beta)
@@ -24,7 +24,7 @@ def isoflop_curve() -> Lab:
     law = Law(**facts.table("scaling")["refitted"]["loss"])
 
     def draw(budget_as_power_of_ten: float, alpha: float, beta: float):
-        C, now = 10**budget_as_power_of_ten, turned(law, alpha, beta)
+        C, now = 10**budget_as_power_of_ten, law_with(law, alpha, beta)
         (best, tokens), (a, _) = now.optimum(C), now.exponents
         N = best * np.geomspace(1e-2, 1e2, 401)
         loss, least = now(N, C / 6 / N), float(now(best, tokens))
