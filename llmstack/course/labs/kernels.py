@@ -95,7 +95,15 @@ def two_buffers() -> Lab:
             for i, (start, length) in enumerate(zip(starts, lengths)):
                 shade = plots.COLOURS[(0, 4)[i % 2]]
                 ax.barh(y, length, 0.6, start, color=shade, edgecolor="white")
-                ax.text(start + length / 2, y, str(i + 1), ha="center", va="center", fontsize=8, color="white")
+                ax.text(
+                    start + length / 2,
+                    y,
+                    str(i + 1),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=("white", "black")[i % 2],
+                )
         ax.set_yticks([0, 1], ["load", "multiply"])
         ax.set_xlim(0, tiles * (load + compute) * 1.02)
         ax.invert_yaxis()

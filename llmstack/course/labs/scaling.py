@@ -63,7 +63,7 @@ def overtraining() -> Lab:
             total = 6 * N * D + 2 * N * served
             best, low = int(total.argmin()), min(low, total.min())
             if dash == "-":
-                ax.plot(N, 6 * N * D, color=plots.COLOURS[4], linestyle=":", label="training, 6ND")
+                ax.plot(N, 6 * N * D, color=plots.COLOURS[4], linestyle=":", label="training, 6ND, law as fitted again")
                 ax.plot(N, 2 * N * served, color=plots.COLOURS[1], linestyle="-.", label="use, 2N a token")
             ax.plot(N, total, color=plots.COLOURS[2], linestyle=dash, label=f"both, {name}")
             ax.plot(N[best], total[best], "o", color=plots.COLOURS[3])
