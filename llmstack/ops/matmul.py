@@ -112,7 +112,7 @@ def _matmul_kernel(
     acc = tl.zeros([BM, BN], tl.float32)
     ups = tl.zeros([BM, BN], tl.float32)
     for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)  # [BK]
+        k = (start + tl.arange(0, BK)).to(tl.int64)  # [BK]
         a = tl.load(a_ptr + row * stride_am + k[None, :] * stride_ak, mask=(row < M) & (k[None, :] < K), other=0.0)
         inside = (k[:, None] < K) & (col < N)
         b = tl.load(b_ptr + k[:, None] * stride_bk + col * stride_bn, mask=inside, other=0.0)

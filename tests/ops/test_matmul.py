@@ -288,3 +288,13 @@ def test_kernels_run_natively(dtype):
     assert near(matmul.gemv_triton(w, x[0]), torch.mv(*wide(w, x[0])))
     x, gate, up, down = (t / 23 for t in (x * 23, gate, up, up.T.contiguous()))
     assert near(matmul.ffn_triton(x, gate, up, down), _ffn(*wide(x, gate, up, down)))
+
+
+@pytest.mark.slow  # four gigabytes of address space, of which a few pages are touched
+def test_rows_that_lie_far_apart():
+    """A row's number times its stride passes 2³¹: offsets are of 64 bits."""
+    far = torch.zeros(2**31 + 64, dtype=torch.float16).as_strided((3, 4), (2**30, 1))
+    far.copy_(torch.arange(12.0).view(3, 4))
+    eye = torch.eye(3, dtype=torch.float16)
+    assert torch.equal(matmul_triton(eye, far), far)
+    assert torch.equal(matmul_triton(far.T, eye), far.T)
