@@ -9,7 +9,6 @@ import os
 
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import json  # noqa: E402
 import multiprocessing  # noqa: E402
 import resource  # noqa: E402
 import sys  # noqa: E402
@@ -18,6 +17,7 @@ from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from side_by_side import write  # noqa: E402
 
 from llmstack.architectures.efficient_attention.blocks import dilated_attention, window_attention  # noqa: E402
 from llmstack.ops.attention import attention_formula, attention_torch, causal_mask  # noqa: E402
@@ -84,9 +84,7 @@ def main(longest: int) -> None:
             failed.append(f"{form}: exponents {exponents}, at most {MOST[form]}")
         if any(e < least for e, least in zip(exponents, LEAST.get(form, (0, 0)))):
             failed.append(f"{form}: exponents {exponents}, at least {LEAST[form]}")
-    to = Path(__file__).parents[2] / "results" / "bench_attention.json"
-    to.parent.mkdir(exist_ok=True)
-    to.write_text(json.dumps({"threads": int(THREADS), "head": DH, "results": results}, indent=2), encoding="utf-8")
+    write("bench_attention", {"threads": int(THREADS), "head": DH, "results": results})
     if failed and longest == LENGTHS[-1]:
         sys.exit("not as it must be: " + "; ".join(failed))
 

@@ -8,12 +8,11 @@ import os
 
 os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
 
-import json  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
-from pathlib import Path  # noqa: E402
 
+from side_by_side import write  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
 
 from llmstack.execution import corpus  # noqa: E402
@@ -59,9 +58,7 @@ def main(runs: int) -> None:
     for what, ratio in ratios.items():
         rate = total / median[f"{what} ours"] / 1e6
         print(f"bpe {what}: tokenizers / ours = {ratio:.2f}; ours {rate:.1f} MB/s of {total / 1e6:.1f} MB")
-    to = Path(__file__).parents[2] / "results" / "bench_bpe.json"
-    to.parent.mkdir(exist_ok=True)
-    to.write_text(json.dumps({"characters": total, "ids": SIZE, "median_s": median, "ratios": ratios}, indent=2))
+    write("bench_bpe", {"characters": total, "ids": SIZE, "median_s": median, "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
-from pathlib import Path  # noqa: E402
+
+from side_by_side import write  # noqa: E402
 
 LIMITS = {"symbolic_ms": 5.0, "traced_s": 10.0, "traced_GiB": 2.0}
 AT = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -98,9 +99,7 @@ def main() -> None:
         for name, row in groups.items():
             if isinstance(row, dict):
                 print(f"  {name:>9} {row['n']:>4}:", "  ".join(f"{q} {row[q]:.2f}" for q in row if q != "n"))
-    to = Path(__file__).parents[2] / "results" / "bench_counts.json"
-    to.parent.mkdir(exist_ok=True)
-    to.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    write("bench_counts", results)
     failed = [name for name, limit in LIMITS.items() if results[name] > limit]
     decode = results["measured / predicted"]["decode"]
     if decode["large"]["50%"] > decode["small"]["50%"]:

@@ -10,15 +10,14 @@ import os
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = THREADS  # before the first import of numpy
 
-import json  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from side_by_side import write  # noqa: E402
 
 from llmstack import architectures  # noqa: E402
 from llmstack.architectures import decoder_np  # noqa: E402
@@ -72,9 +71,7 @@ def main(runs: int) -> None:
             print(f"decoder {B} x {T}: {name} = {ratio:.2f} (at least {LEAST[name]})")
             if ratio < LEAST[name]:
                 failed.append(f"{B} x {T}: {name} = {ratio:.2f}")
-    to = Path(__file__).parents[2] / "results" / "bench_decoder.json"
-    to.parent.mkdir(exist_ok=True)
-    to.write_text(json.dumps({"threads": int(THREADS), "results": results}, indent=2), encoding="utf-8")
+    write("bench_decoder", {"threads": int(THREADS), "results": results})
     if failed:
         sys.exit("below what it must be: " + "; ".join(failed))
 

@@ -21,11 +21,10 @@ import os
 
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import json  # noqa: E402
 import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
+from side_by_side import write  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from llmstack.architectures import build  # noqa: E402
@@ -115,9 +114,7 @@ def main() -> None:
         print(f"{found['ledger / measured']:.3f}: {parts}")
     full = results["full"]["measured_bytes"]
     print("of full tuning's: " + ", ".join(f"{m} {f['measured_bytes'] / full:.2f}" for m, f in results.items()))
-    to = Path(__file__).parents[2] / "results" / "bench_finetune_memory.json"
-    to.parent.mkdir(exist_ok=True)
-    to.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    write("bench_finetune_memory", results)
     if off := {m: f["ledger / measured"] for m, f in results.items() if abs(f["ledger / measured"] - 1) > 0.05}:
         sys.exit(f"the ledger and what was measured differ by more than 5 %: {off}")
 

@@ -13,30 +13,16 @@ import os
 
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import json  # noqa: E402
-import statistics  # noqa: E402
 import sys  # noqa: E402
-import time  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from side_by_side import median_s, write  # noqa: E402
 
 from llmstack.ops.matmul import choose, inflections, matmul_torch, padded, tiled_np  # noqa: E402
 
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128]
 N, K = 4096, 1024
-
-
-def median_s(contestants, runs: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for run in range(runs + 1):  # the first warms up
-        for name, call in contestants.items():
-            start = time.process_time()
-            call()
-            if run:
-                seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(s) for name, s in seconds.items()}
 
 
 def loop(a: list[list[float]], b: list[list[float]]) -> list[list[float]]:
@@ -102,9 +88,7 @@ def main(runs: int) -> None:
     torch.set_num_threads(int(THREADS))
     with torch.inference_mode():
         results = {"threads": int(THREADS), "gflops": rates(runs), "thin": profile(runs)}
-    to = Path(__file__).parents[2] / "results" / "bench_matmul.json"
-    to.parent.mkdir(exist_ok=True)
-    to.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    write("bench_matmul", results)
     small, large = results["gflops"][96], results["gflops"][512]
     if small["blas"] < 100 * small["loop"] or large["tiles of 128"] < large["tiles of 32"]:
         sys.exit(f"BLAS should be far above a loop, and large tiles above small ones: {results['gflops']}")

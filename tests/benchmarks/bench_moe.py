@@ -9,13 +9,12 @@ import os
 
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import json  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
+from side_by_side import write  # noqa: E402
 
 from llmstack.architectures.moe import MoE  # noqa: E402
 from llmstack.config import ModelConfig  # noqa: E402
@@ -75,9 +74,7 @@ def main(runs: int) -> None:
                 if ratios[name] < LEAST:
                     failed.append(f"{what}, {name}: {ratios[name]:.2f}")
             results.append({"tokens": tokens, "backward": backward, "median_s": median, "theirs / ours": ratios})
-    to = Path(__file__).parents[2] / "results" / "bench_moe.json"
-    to.parent.mkdir(exist_ok=True)
-    to.write_text(json.dumps({"threads": int(THREADS), "results": results}, indent=2), encoding="utf-8")
+    write("bench_moe", {"threads": int(THREADS), "results": results})
     if failed:
         sys.exit("below what it must be: " + "; ".join(failed))
 

@@ -11,15 +11,14 @@ import os
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = THREADS  # before the first import of numpy
 
-import json  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from side_by_side import write  # noqa: E402
 
 from llmstack import architectures, preset  # noqa: E402
 from llmstack.architectures import decoder_np  # noqa: E402
@@ -59,9 +58,7 @@ def main(runs: int) -> None:
     median = {name: statistics.median(s) for name, s in seconds.items()}
     ratio = median["torch"] / median["numpy"]
     print(f"training step: torch / numpy = {ratio:.2f} (at least {LEAST})")
-    to = Path(__file__).parents[2] / "results" / "bench_numpy_gpt.json"
-    to.parent.mkdir(exist_ok=True)
-    to.write_text(json.dumps({"threads": int(THREADS), "median_s": median, "torch / numpy": ratio}, indent=2), "utf-8")
+    write("bench_numpy_gpt", {"threads": int(THREADS), "median_s": median, "torch / numpy": ratio})
     if ratio < LEAST:
         sys.exit(f"below what it must be: {ratio:.2f}")
 

@@ -8,11 +8,10 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import json  # noqa: E402
 import time  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import hnswlib  # noqa: E402
+from side_by_side import write  # noqa: E402
 
 from llmstack.execution.retrieval import HNSW, Flat, recall, verses  # noqa: E402
 
@@ -49,9 +48,7 @@ def main() -> None:
         print(f"{name:<8} ef {ef:>3}  recall {got:.3f}  {rate:>8.0f} queries/s  built in {built[name]:.2f} s")
     results["ratio"] = results["ours"]["queries_per_s"] / results["hnswlib"]["queries_per_s"]
     print(f"ratio    {results['ratio']:.3f} of hnswlib's queries a second")
-    to = Path(__file__).parents[2] / "results" / "bench_retrieval.json"
-    to.parent.mkdir(exist_ok=True)
-    to.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    write("bench_retrieval", results)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,11 @@ import os
 
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import json  # noqa: E402
-import statistics  # noqa: E402
 import sys  # noqa: E402
-import time  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from side_by_side import median_s, write  # noqa: E402
 
 from llmstack.ops.attention import attention_torch  # noqa: E402
 from llmstack.ops.scan import RECURRENCES, scan_torch  # noqa: E402
@@ -30,17 +27,6 @@ WIDTHS = [(8, 4), (64, 16), (512, 16)]  # channels, states
 RECURRENCE_LENGTHS = [256, 1024, 4096]
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 I, N, HEADS, DH = 64, 16, 1, 64  # both mixers 64 channels wide
-
-
-def median_s(contestants, runs: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for run in range(runs + 1):  # the first warms up
-        for name, call in contestants.items():
-            start = time.process_time()
-            call()
-            if run:
-                seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(s) for name, s in seconds.items()}
 
 
 def orders(runs: int) -> list[dict]:
@@ -94,9 +80,7 @@ def main(runs: int) -> None:
     torch.set_num_threads(int(THREADS))
     with torch.inference_mode():
         results = {"threads": int(THREADS), "orders": orders(runs), "lengths": lengths(runs)}
-    to = Path(__file__).parents[2] / "results" / "bench_scan.json"
-    to.parent.mkdir(exist_ok=True)
-    to.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    write("bench_scan", results)
     found = results["lengths"]["exponents"]
     if found["scan"] > 1.3 or found["attention"] < 1.6:
         sys.exit(f"the scan's time should be linear in length and attention's quadratic, found {found}")

@@ -10,15 +10,14 @@ import os
 
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import json  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from side_by_side import write  # noqa: E402
 
 from llmstack import architectures, preset  # noqa: E402
 from llmstack.execution.data import windows  # noqa: E402
@@ -78,10 +77,8 @@ def main(runs: int) -> None:
     speed = {name: B * T / s for name, s in median.items()}
     for name, ratio in ratios.items():
         print(f"training: {name} / Trainer = {ratio:.2f} (at least {LEAST}); Trainer {speed['trainer']:.0f} tokens/s")
-    to = Path(__file__).parents[2] / "results" / "bench_trainer.json"
-    to.parent.mkdir(exist_ok=True)
     told = {"threads": int(THREADS), "median_s": median, "tokens_per_s": speed, "theirs / ours": ratios}
-    to.write_text(json.dumps(told, indent=2), encoding="utf-8")
+    write("bench_trainer", told)
     if failed := [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio < LEAST]:
         sys.exit("below what it must be: " + "; ".join(failed))
 
