@@ -33,6 +33,11 @@ class CSR:
     def bytes(self) -> int:
         return self.values.nbytes + self.columns.nbytes + self.starts.nbytes
 
+    @property
+    def rows(self) -> np.ndarray:
+        """[nnz]: the row of each value."""
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+
 
 @dataclass(frozen=True)
 class Blocks(CSR):
@@ -88,12 +93,11 @@ def dense(w: CSR | Blocks | TwoOfFour) -> np.ndarray:
         fours = out.reshape(w.shape[0], w.shape[1] // 4, 4)
         np.put_along_axis(fours, _places(w), w.values.reshape(*fours.shape[:2], 2), -1)
         return out
-    rows = np.repeat(np.arange(len(w.starts) - 1), np.diff(w.starts))
     if isinstance(w, Blocks):
         b = w.values.shape[-1]
-        out.reshape(w.shape[0] // b, b, w.shape[1] // b, b).swapaxes(1, 2)[rows, w.columns] = w.values
+        out.reshape(w.shape[0] // b, b, w.shape[1] // b, b).swapaxes(1, 2)[w.rows, w.columns] = w.values
     else:
-        out[rows, w.columns] = w.values
+        out[w.rows, w.columns] = w.values
     return out
 
 
@@ -104,16 +108,15 @@ def sparse_linear_np(x: np.ndarray, w: CSR | Blocks | TwoOfFour) -> np.ndarray:
     if isinstance(w, TwoOfFour):
         places = _places(w) + 4 * np.arange(w.shape[1] // 4)[:, None]  # [N, K/4, 2]: columns of what is kept
         return np.einsum("mnk,nk->mn", x[:, places.reshape(w.values.shape)], w.values)
-    rows = np.repeat(np.arange(len(w.starts) - 1), np.diff(w.starts))
     if isinstance(w, Blocks):
         b = w.values.shape[-1]
         runs = x.reshape(len(x), w.shape[1] // b, b)[:, w.columns]  # [M, blocks, b]
         parts = np.einsum("msk,snk->smn", runs, w.values)  # [blocks, M, b]
         out = np.zeros((len(w.starts) - 1, len(x), b), parts.dtype)
-        np.add.at(out, rows, parts)
+        np.add.at(out, w.rows, parts)
         return out.swapaxes(0, 1).reshape(len(x), w.shape[0])
     out = np.zeros((w.shape[0], len(x)), np.result_type(x, w.values))
-    np.add.at(out, rows, (x[:, w.columns] * w.values).T)
+    np.add.at(out, w.rows, (x[:, w.columns] * w.values).T)
     return out.T
 
 
@@ -127,3 +130,6 @@ def _matrix(w: np.ndarray) -> np.ndarray:
     if w.ndim != 2:
         raise ValueError(f"w is a matrix [N, K], but it has shape {list(w.shape)}")
     return w
+
+
+IMPLS = {"numpy": sparse_linear_np}

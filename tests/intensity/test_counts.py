@@ -241,6 +241,9 @@ def test_every_model_and_phase(name):
 def test_refused(how):
     with pytest.raises(ValueError, match=str(next(reversed(how)))):
         terms(preset("gpt2"), **how)
+
+
+def test_what_a_family_lacks_is_refused():
     with pytest.raises(ValueError, match="encoder"):
         terms(preset("bert-base-uncased"), phase="decode")
     with pytest.raises(ValueError, match="source"):
