@@ -100,11 +100,15 @@ def claims(args: argparse.Namespace) -> int:
         result = facts.compute_claim(args.id.upper())
         _show(asdict(result) | {"section": facts.claims()[result.id].section})
         return int(result.agrees is False)
-    results = [facts.compute_claim(id) for id, claim in facts.claims().items() if claim.status == "done"]
+    from tqdm import tqdm
+
+    done = [id for id, claim in facts.claims().items() if claim.status == "done"]
+    results = [facts.compute_claim(id) for id in tqdm(done, "claims", leave=False)]  # the bar is on stderr
     for r in results:
         print(_clip(f"{r.id}  {r.verdict:<22}  survey: {r.survey_value or '–'};  ours: {r.ours or r.note}"))
     wrong = [r.id for r in results if r.agrees is False]
-    print(f"{len(results)} of {len(facts.claims())} claims computed" + (f"; off: {', '.join(wrong)}" if wrong else ""))
+    open_ = len(facts.claims()) - len(results)
+    print(f"{len(results)} claims have a verdict, {open_} are open" + (f"; off: {', '.join(wrong)}" if wrong else ""))
     return int(bool(wrong))
 
 

@@ -25,7 +25,8 @@ REFERENCE_HINT = (
 CATEGORIES = ("architectures", "execution modes", "operational intensity", "hardware", "parallelism", "memory")
 CATEGORIES += ("inference",)  # the chapters, in order
 STATUSES = ("todo", "done")
-VERDICTS = ("todo", "reproduced", "derived", "simulated", "corrected", "note", "not reproducible here")
+LESS = ("in part", "number only", "not reproducible here")  # verdicts that grant less than the claim says, and say why
+VERDICTS = ("todo", "reproduced", "derived", "simulated", "corrected", *LESS)
 
 
 @cache
@@ -136,6 +137,7 @@ class Claim:
     says: str
     finding: str  # right, wrong, imprecise …, as the original papers show
     verdict: str  # how it stands here: one of VERDICTS
+    why: str = ""  # of a verdict that grants less than the claim says: what was shown, and what was not
     note: str = ""
     plan: str = ""
     survey_value: str = ""
@@ -166,6 +168,7 @@ class ClaimResult:
     verdict: str
     note: str
     agrees: bool | None = None
+    why: str = ""
 
 
 def _records(kind: type, name: str) -> dict[str, Any]:
@@ -225,10 +228,10 @@ def compute_claim(id: str) -> ClaimResult:
         raise KeyError(f"no claim {id!r}; {near(id, claims())}")
     claim = claims()[id]
     if not claim.function:
-        return ClaimResult(id, claim.says, claim.survey_value, "", claim.verdict, claim.note)
+        return ClaimResult(id, claim.says, claim.survey_value, "", claim.verdict, claim.note, why=claim.why)
     ours: Computed = resolve(claim.function)()
     agrees = None if claim.value is None or ours.value is None else _agrees(ours.value, claim.value, claim.tolerance)
-    return ClaimResult(id, claim.says, claim.survey_value, ours.text, claim.verdict, claim.note, agrees)
+    return ClaimResult(id, claim.says, claim.survey_value, ours.text, claim.verdict, claim.note, agrees, claim.why)
 
 
 def _agrees(ours: Any, value: Any, tolerance: float) -> bool:

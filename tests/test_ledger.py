@@ -52,6 +52,15 @@ def test_every_claim_is_listed():
         assert row.verdict in facts.VERDICTS and row.status in facts.STATUSES, id
         assert (row.verdict == "todo") == (row.status == "todo"), id
         assert row.value is None or row.function and row.unit, id
+        assert row.verdict not in facts.LESS or row.why, f"{id}: a verdict of {row.verdict!r} says why"
+        assert row.verdict != "reproduced" or row.value is not None, f"{id}: reproduced, but there is no value"
+
+
+def test_readers_see_no_number_from_memory():
+    """A value has a source, or the ledger says that none was found."""
+    for name in ("claims", "systems"):
+        text = (ROOT / "data" / f"{name}.toml").read_text(encoding="utf-8")
+        assert "†" not in text and "quoted from memory" not in text, name
 
 
 def _kind(finding: str) -> str:

@@ -64,12 +64,12 @@ def source(obj: Callable | ModuleType | type) -> None:
 
 
 def claim(id: str) -> None:
-    """Compute a survey's claim and show what it says, its value, ours and the verdict. Raises KeyError for an id."""
+    """Compute a survey's claim and show its words, its value, ours, the verdict and why. Raises KeyError for an id."""
     from llmstack import facts
 
     result = facts.compute_claim(id)
     rows = {"The survey says": result.says, "Its value": result.survey_value, "Ours": result.ours}
-    rows |= {"Verdict": result.verdict, "Note": result.note}
+    rows |= {"Verdict": result.verdict, "Why": result.why, "Note": result.note}
     rows = {k: str(v) for k, v in rows.items() if v not in (None, "")}
     cell = '<tr><th style="text-align:left;vertical-align:top">{}</th><td style="text-align:left">{}</td></tr>'
     body = "".join(cell.format(k, html.escape(v)) for k, v in rows.items())

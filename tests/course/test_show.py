@@ -58,7 +58,7 @@ def test_code_is_escaped_with_and_without_pygments(monkeypatch):
 
 
 def test_a_claim_shows_both_values_and_the_verdict(shown, monkeypatch):
-    result = facts.ClaimResult("XX-01", "a < b, they say", "2.7", "2.6875", "corrected", "")
+    result = facts.ClaimResult("XX-01", "a < b, they say", "2.7", "2.6875", "in part", "", why="two of three")
     monkeypatch.setattr(facts, "compute_claim", lambda id: result)
     show.claim("XX-01")
     text, forms = shown[0]
@@ -67,6 +67,7 @@ def test_a_claim_shows_both_values_and_the_verdict(shown, monkeypatch):
         "  The survey says: a < b, they say",
         "  Its value:       2.7",
         "  Ours:            2.6875",
-        "  Verdict:         corrected",
+        "  Verdict:         in part",
+        "  Why:             two of three",
     ]
     assert "a &lt; b, they say" in forms["html"] and "2.6875" in forms["html"]
