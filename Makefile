@@ -19,7 +19,7 @@ PINS := pyproject.toml constraints.txt requirements-models.txt
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 NBVAL := --nbval --nbval-cell-timeout=300
 
-.PHONY: lab test test-slow quick portable lowest lint chapters chapter bench bench-gpu size models clean
+.PHONY: lab test test-slow quick portable lowest lint chapters chapter bench bench-gpu size mutants models clean
 
 lab: $(VENV)/.lab
 	OMP_NUM_THREADS= $(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" $(LAB_FLAGS) chapters/00_start_here.ipynb
@@ -52,6 +52,9 @@ lint: $(VENV)/.test
 
 size: $(VENV)/.test
 	$(BIN)/python tests/test_size.py
+
+mutants: $(VENV)/.test
+	$(BIN)/python tests/mutants.py --seed $(or $(SEED),0) --n $(or $(N),100)
 
 chapters: $(VENV)/.test
 	$(BIN)/python -m llmstack.course.execute chapters

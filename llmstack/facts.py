@@ -80,17 +80,28 @@ class Accelerator:
     title: str
     peaks: dict[str, float] = field(hash=False)
     source: str
-    date: str  # when the source was published
+    source_date: str  # the year of the source
     bandwidth: float | None = None  # bytes a second from its main memory
     memory_bytes: float | None = None
     interconnect: float | None = None  # bytes a second to its peers, both directions together
     tdp_w: float | None = None
-    on_chip: str = ""
+    released: str = ""  # the year in which its maker announced it
+    sparse_peaks: dict[str, float] = field(default_factory=dict, hash=False)  # with sparsity: in no ridge
+    units: int = 0  # SMs, compute units, tiles or cores
+    registers_bytes: int = 0  # of a unit
+    shared_bytes: int = 0  # of a unit: L1 and shared memory together
+    l2_bytes: int = 0  # the last cache, of all units
+    sram_bytes: float = 0  # of all units, under a program's control
+    arrays: int = 0  # matrix arrays of all units
+    array: list[int] = field(default_factory=list, hash=False)  # its sides; their product is multiply-adds a cycle
+    clock_hz: float = 0.0
     confidence: str = "high"  # low and medium: sources differ, do not assert tightly
     note: str = ""
 
     def peak(self, dtype: str = "") -> float:
         """Operations a second in `dtype`; by default in the first 16-bit format that it has, else in its first."""
+        if not self.peaks:
+            raise KeyError(f"{self.title} has no stated dense peak")
         dtype = dtype or next((d for d in ("bf16", "fp16") if d in self.peaks), next(iter(self.peaks)))
         if dtype not in self.peaks:
             raise KeyError(f"{self.title} has no stated peak in {dtype!r}; it has {', '.join(self.peaks)}")
@@ -101,6 +112,14 @@ class Accelerator:
         if not self.bandwidth:
             raise ValueError(f"{self.title} has no stated memory bandwidth, so it has no ridge point")
         return self.peak(dtype) / self.bandwidth
+
+    @property
+    def on_chip_bytes(self) -> float:
+        """The largest memory on the chip that all its units share. Raises ValueError where the facts state none."""
+        largest = max(self.l2_bytes, self.sram_bytes)
+        if not largest:
+            raise ValueError(f"{self.title} has no stated on-chip memory")
+        return largest
 
 
 @dataclass(frozen=True)

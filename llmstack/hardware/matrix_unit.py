@@ -12,13 +12,11 @@ The scratchpad is small, so a program has to choose tiles that fit: `planned` fi
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from llmstack.facts import Accelerator
 from llmstack.ops.matmul import matmul_bytes
 
 
@@ -68,20 +66,6 @@ class MatrixUnit:
             c[i : i + self.m, j : j + self.n] += a[i : i + self.m, p : p + self.k] @ b[p : p + self.k, j : j + self.n]
             cycles += self.tile_cycles
         return Run(c[:M, :N], cycles, M * N * K / (cycles * self.peak) if cycles else 0.0)
-
-
-def on_chip_bytes(chip: Accelerator) -> dict[str, float]:
-    """Memories that an accelerator's data sheet names, in bytes: {"all": the largest, "unit": of one SM where told}.
-
-    Raises ValueError where the facts state none.
-    """
-    scale = {"KB": 2**10, "MB": 2**20, "KiB": 2**10, "MiB": 2**20, "GB": 1e9}
-    sizes = [(float(n) * scale[unit], unit) for n, unit in re.findall(r"([\d.]+) ?([KMG]i?B)\b(?!/s)", chip.on_chip)]
-    if not sizes:
-        raise ValueError(f"{chip.title} has no stated on-chip memory")
-    unit = re.search(r"SM x (\d+) KB", chip.on_chip)
-    found = {"all": max(size for size, _ in sizes)}
-    return found | ({"unit": int(unit[1]) * 2**10} if unit else {})
 
 
 def tile_bytes(tile: tuple[int, int, int], value_bytes: int = 2, buffers: int = 2) -> int:
