@@ -358,8 +358,13 @@ def test_the_stored_runs_come_from_their_script(speaker):
     rewards = model(test["ids"].flatten(0, 1), test["padding"].flatten(0, 1)).unflatten(0, (2, -1))
     assert accuracy(rewards) == pytest.approx(stored["accuracy"], abs=0.015)
     found = script.curve(script.ppo(speaker, model, AdaptiveKL(0.2, 4.0, 640)), model, prompts(64), 0, steps=4)
-    for name in ("reward", "gold", "kl"):  # answers drawn on another machine may differ in a few words
-        assert found[name] == pytest.approx(stored["adaptive"][name][:2], abs=0.4), name
+    for name in ("reward", "gold", "kl"):
+        # The first answers come before any update, so two machines differ in a few words at most. Each update then
+        # amplifies a word that differs: after three, this run lies among those of the stored seeds.
+        assert found[name][0] == pytest.approx(stored["adaptive"][name][0], abs=0.05), name
+        seeds = [run["adaptive"][name][1] for run in facts.table("preferences/results")["run"]]
+        margin = (max(seeds) - min(seeds)) / 2
+        assert min(seeds) - margin <= found[name][1] <= max(seeds) + margin, name
 
 
 def test_rewards_that_are_none_stop_before_the_weights_change(speaker):
