@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SWAPS = {ast.Add: "+-", ast.Sub: "-+", ast.Mult: "*/", ast.Div: "/*", ast.FloorDiv: ("//", "/"), ast.Pow: ("**", "*")}
 SWAPS |= {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
 SWAPS |= {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.And: ("and", "or"), ast.Or: ("or", "and")}
+UNORDERED = ("isinstance", "getattr", "hasattr", "setattr", "max", "min")  # errors at once, or the same
 TERMS = ast.Add | ast.Sub | ast.Mult
 
 
@@ -97,12 +98,17 @@ class Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
-        easy = isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "getattr", "hasattr", "setattr")
-        if len(node.args) > 1 and not easy and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
+        if isinstance(node.func, ast.Name) and node.func.id in UNORDERED:
+            return
+        if len(node.args) > 1 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
             (start, a), (b, end) = self.span(node.args[0]), self.span(node.args[1])
             first, second = self.text(start, a), self.text(b, end)
             if first != second:
                 self.add(start, end, second + self.text(a, b) + first, "swapped arguments")
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg != "frozen":
+            self.visit(node.value)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, bool):

@@ -5,7 +5,7 @@
 A fault is a small edit that a tired author could make: another sign, < for <=, a number off by one or one digit,
 a term dropped, two arguments or two words exchanged, a condition turned round. They are drawn in turn from each part
 of the package and from the numbers of data/*.toml. Each is planted in a copy of the tree, and only the tests of that
-file run: those with its name (ops/rope.py: tests/ops/test_rope.py), those that MORE names, those that import it.
+file run: that with its name (ops/rope.py: tests/ops/test_rope.py) and those that MORE names, else those that import it.
 A test that fails must pass without the fault, or it proves nothing.
 
 results/mutants.jsonl has a line for each fault that was tried, so that an interrupted run goes on where it was; what
@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,8 @@ from faults import ROOT, Fault, Finder, numbers
 
 PRELOADED = ["pytest", "hypothesis", "numpy", "torch", "scipy", "transformers"]  # once for all runs
 SURVIVORS = 0.03  # the share that may survive
-SECONDS = 300  # a fault that makes its tests run longer is noticed
+SECONDS = 150  # of a processor: a fault that makes its tests run longer is noticed
+UNDRAWN = ("data/systems.toml", "data/claims.toml")  # prose; values that are compared within their own tolerance
 MORE = {  # whose tests have another name
     "data/accelerators.toml": ["tests/test_published.py", "tests/test_facts.py"],
     "data/models.toml": ["tests/test_published.py", "tests/test_config.py", "tests/intensity/test_params.py"],
@@ -51,22 +53,31 @@ def part_of(path: str) -> str:
     return folders[0] if folders[0] == "data" or len(folders) == 2 else folders[1]
 
 
+def faults_of(name: str) -> list[Fault]:
+    found = Finder(name).found if name.endswith(".py") else numbers(name)
+    if name.startswith("llmstack/course"):  # sizes and colours are looked at
+        return [fault for fault in found if fault.kind not in ("off by one", "constant")]
+    return found
+
+
 def draw(seed: int, n: int, only: str) -> list[Fault]:
-    """n faults, one part of the package after the other, so that small parts are not forgotten."""
-    parts: dict[str, list[Fault]] = {}
+    """n faults, one part of the package after the other, so that small parts are not forgotten; one on a line."""
+    parts: dict[str, dict[tuple, Fault]] = {}
     for path in sorted(chain(ROOT.glob("llmstack/**/*.py"), ROOT.glob("data/*.toml"))):
         name = path.relative_to(ROOT).as_posix()
-        if name.startswith(only) and name != "data/systems.toml":
-            found = Finder(name).found if path.suffix == ".py" else numbers(name)
-            if name.startswith("llmstack/course"):  # sizes and colours are looked at
-                found = [fault for fault in found if fault.kind not in ("off by one", "constant")]
-            parts.setdefault(part_of(name), []).extend(found)
-    for part, faults in parts.items():
-        random.Random(f"{seed} {part}").shuffle(faults)
-    turns = chain.from_iterable(zip_longest(*parts.values()))
-    return [fault for fault in turns if fault and fault.diff()[1:] not in equivalent(fault.path)][:n]
+        if not name.startswith(only) or name in UNDRAWN:
+            continue
+        found = [fault for fault in faults_of(name) if fault.diff()[1:] not in equivalent(name)]
+        random.Random(f"{seed} {name}").shuffle(found)
+        parts.setdefault(part_of(name), {}).update({(name, fault.diff()[0]): fault for fault in found})
+    turns = []
+    for part, by_line in parts.items():
+        turns.append(list(by_line.values()))
+        random.Random(f"{seed} {part}").shuffle(turns[-1])
+    return [fault for fault in chain.from_iterable(zip_longest(*turns)) if fault][:n]
 
 
+@cache
 def equivalent(path: str) -> list[tuple[str, str]]:
     rows = tomllib.loads((ROOT / "tests/mutants_equivalent.toml").read_text(encoding="utf-8"))["fault"]
     return [(row["was"], row["now"]) for row in rows if row["path"] == path]
@@ -93,13 +104,13 @@ def own_tests(path: str) -> list[str]:
         reads = re.compile(rf'table\("{module.stem}"\)|\b{module.stem}\(\)|{module.name}\.toml')
         return MORE.get(path) or [test for test in tests if reads.search((ROOT / test).read_text(encoding="utf-8"))]
     folder = Path("tests", *module.parts[1:-1])
-    names = (folder / f"test_{module.name}.py", folder.parent / f"test_{folder.name}.py")
-    named = [test for test in tests if Path(test) in names]
+    stems = (folder / f"test_{module.name}", folder.parent / f"test_{folder.name}_{module.name}")
+    names = [f"{stem.as_posix()}.py" for stem in (*stems, folder.parent / f"test_{folder.name}")]
+    named = [name for name in names if name in tests][:1] + MORE.get(path, [])
     dotted = ".".join(module.parts).removesuffix(".__init__")
     using = [test for test in tests if dotted in imports(test)]
     beside = [test for test in tests if Path(test).parent == folder]
-    near = [test for test in using if test in beside]
-    return list(dict.fromkeys([*named, *MORE.get(path, []), *near])) or using or beside
+    return named or [test for test in using if test in beside] or using or beside
 
 
 class FirstFailure:
@@ -121,6 +132,7 @@ def run_tests(tree: str, tests: list[str], answer) -> None:
     import pytest
 
     os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
     os.chdir(tree)
     sys.path.insert(0, tree)
     os.environ["PYTHONPATH"] = tree
@@ -139,9 +151,9 @@ def first_failure(context, tree: Path, tests: list[str]) -> str:
     process.start()
     send.close()
     try:
-        return receive.recv() if receive.poll(SECONDS) else "timeout"
+        return receive.recv() if receive.poll(10 * SECONDS) else "asleep"
     except EOFError:
-        return "the process died"
+        return "died or ran too long"
     finally:
         if process.is_alive():
             process.join(1)

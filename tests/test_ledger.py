@@ -8,8 +8,10 @@ import ast
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,7 +29,13 @@ COUNTS = {  # category: survey A, survey B
     "memory": (2, 26),
     "inference": (5, 40),
 }
-DONE = [row for row in facts.systems().values() if row.status == "done"]
+
+
+def _with_entries_of_the_same(row: facts.System) -> facts.System:
+    return facts.systems()[row.same_as] if row.same_as and not row.module else row
+
+
+DONE = [_with_entries_of_the_same(row) for row in facts.systems().values() if row.status == "done"]
 
 
 def test_every_system_is_listed():
@@ -72,26 +80,41 @@ def _kind(finding: str) -> str:
     return next((kind for word, kind in words.items() if finding.startswith(word)), "right")
 
 
-@pytest.mark.parametrize("row", DONE, ids=lambda row: row.id)
-def test_what_is_done_exists(row):
-    row = _with_entries_of_the_same(row)
-    assert row.module and find_spec(row.module), f"{row.id}: module {row.module!r} does not exist"
-    assert row.heading in headings(row.notebook), f"{row.id}: {row.notebook!r} has no heading {row.heading!r}"
-    missing = [test for test in row.tests if not _test_exists(test)]
-    assert row.tests and not missing, f"{row.id}: no test {missing or ''}; write it as tests/file.py::test_name"
+def missing(row: facts.System) -> list[str]:
+    """What a done row names and there is not."""
+    found = []
+    if not row.module or not find_spec(row.module):
+        found.append(f"{row.id}: module {row.module!r} does not exist")
+    if row.heading not in headings(row.notebook):
+        found.append(f"{row.id}: {row.notebook!r} has no heading {row.heading!r}")
+    absent = [test for test in row.tests if not _test_exists(test)]
+    if absent or not row.tests:
+        found.append(f"{row.id}: no test {absent or ''}; write it as tests/file.py::test_name")
+    return found
 
 
-@pytest.mark.parametrize("row", DONE, ids=lambda row: row.id)
-def test_what_is_done_passed(row):
-    if not os.environ.get("LLMSTACK_JUNIT"):
-        pytest.skip("no LLMSTACK_JUNIT: the path of the last run's JUnit file")
-    for test in _with_entries_of_the_same(row).tests:
+def test_what_is_done_exists():
+    assert not list(chain.from_iterable(map(missing, DONE)))
+
+
+def test_what_is_not_there_is_missed():
+    row = replace(DONE[0], module="llmstack.nothing", heading="Nothing", test="tests/test_ledger.py::test_nothing")
+    assert [line.partition(": ")[2].split()[0] for line in missing(row)] == ["module", f"{row.notebook!r}", "no"]
+
+
+@pytest.mark.skipif("LLMSTACK_JUNIT" not in os.environ, reason="LLMSTACK_JUNIT is the path of a run's JUnit file")
+def test_what_is_done_passed():
+    ran, wrong = junit(os.environ["LLMSTACK_JUNIT"]), []
+    for row, test in [(done, test) for done in DONE for test in done.tests]:
         file, _, name = test.partition("::")
-        outcomes = junit(os.environ["LLMSTACK_JUNIT"]).get((file.removesuffix(".py").replace("/", "."), name))
+        outcomes = ran.get((file.removesuffix(".py").replace("/", "."), name))
         if outcomes is None and "slow" in marks(file, name):
             continue  # of the slow lane, which has not run
-        assert outcomes and "failed" not in outcomes, f"{row.id}: {test} did not pass in the last run"
-        assert "passed" in outcomes, f"{row.id}: {test} was only skipped"
+        if not outcomes or "failed" in outcomes:
+            wrong.append(f"{row.id}: {test} did not pass in the last run")
+        elif "passed" not in outcomes:
+            wrong.append(f"{row.id}: {test} was only skipped")
+    assert not wrong
 
 
 @pytest.mark.parametrize("id", [id for id, claim in facts.claims().items() if claim.function])
@@ -100,10 +123,6 @@ def test_claims_agree(id):
     assert result.ours
     if claim.value is not None:
         assert result.agrees, f"{id}: {claim.function} gives {result.ours}, not {claim.value} {claim.unit}"
-
-
-def _with_entries_of_the_same(row: facts.System) -> facts.System:
-    return facts.systems()[row.same_as] if row.same_as and not row.module else row
 
 
 @cache

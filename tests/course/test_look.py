@@ -104,6 +104,14 @@ def test_apart_compares_the_beginning_that_two_texts_share():
     assert found["b"] == round(100 * float((one - other).norm() / one.norm()), 1) > 0
 
 
-def test_a_single_panel(monkeypatch):
-    monkeypatch.setattr(look.plots, "show", lambda fig, alt: None)
-    look.panels({"one": [[0.0, 1.0]]}, xlabel="key", ylabel="query", alt="one")
+def test_panels_show_each_pattern_with_its_axes(monkeypatch):
+    shown = []
+    monkeypatch.setattr(look.plots, "show", lambda fig, alt: shown.append((fig, alt)))
+    pattern = [[0.0, 1.0], [0.5, 0.25]]
+    for names in (["one"], ["one", "two"]):
+        look.panels(dict.fromkeys(names, pattern), xlabel="key", ylabel="query", alt="what is seen")
+        fig, alt = shown.pop()
+        panels = [ax for ax in fig.axes if ax.get_title()]
+        assert [ax.get_title() for ax in panels] == names and alt == "what is seen"
+        assert {ax.get_xlabel() for ax in panels} == {"key"} and panels[0].get_ylabel() == "query"
+        assert all(ax.images[0].get_array().tolist() == pattern for ax in panels)

@@ -82,6 +82,26 @@ def test_gemv_takes_the_time_of_its_weights(device):
     assert thin_seconds("gemm", 8192, N, N, device) == pytest.approx(2 * 8192 * N * N / chip.peak())
 
 
+def test_thin_seconds_by_hand():
+    """Bytes of x, w and the product, whole tiles of rows; together with one buffer, the slower of both with two."""
+    chip, (M, N, K) = accelerator("a100-sxm-80gb"), (65, 128, 256)
+    once = {"gemv": (65, 65), "flat": (2, 128), "gemm": (1, 128)}  # readings of w, rows multiplied
+    for kind, (passes, rows) in once.items():
+        load = 2 * (passes * N * K + M * K + M * N) / chip.bandwidth
+        compute = 2 * rows * N * K / chip.peak()
+        assert thin_seconds(kind, M, N, K, buffers=1) == pytest.approx(load + compute, rel=1e-12, abs=0), kind
+        assert thin_seconds(kind, M, N, K) == pytest.approx(max(load, compute), rel=1e-12, abs=0), kind
+    assert thin_seconds("gemv", M, N, K, value_bytes=4) == pytest.approx(
+        2 * thin_seconds("gemv", M, N, K), rel=1e-12, abs=0
+    )
+
+
+def test_what_is_profiled():
+    """Powers of two, the middle between two, and one row more than a tile of 64 has."""
+    rows = {2**e for e in range(10)} | {3 * 2**e for e in range(7)} | {65}
+    assert tuple(sorted(rows)) == PROFILED
+
+
 def test_what_padding_to_64_costs():
     """8 rows as 64: 64 operations a byte, below the ridge of an A100 and above that of an H20. With two buffers the
     A100 hides it all behind the loads; with one nobody does."""

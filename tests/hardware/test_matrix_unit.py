@@ -41,6 +41,8 @@ def test_fractions_and_nothing():
     np.testing.assert_allclose(MatrixUnit().run(a, b).c, a @ b, atol=1e-12)
     empty = MatrixUnit().run(np.ones((0, 3)), np.ones((3, 5)))
     assert empty.c.shape == (0, 5) and empty.cycles == 0 and empty.utilisation == 0
+    assert MatrixUnit().utilisation(3, 5, 0) == MatrixUnit().utilisation(0, 5, 3) == 0
+    assert MatrixUnit() == MatrixUnit(16, 16, 16, 1)
 
 
 @pytest.mark.parametrize("sizes", [(4096, 16384, 4096), (100, 63, 1000), (1, 4096, 4096)])
