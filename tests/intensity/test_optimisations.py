@@ -11,9 +11,10 @@ from llmstack.architectures import build
 from llmstack.architectures.cache import ContiguousCache
 from llmstack.config import preset
 from llmstack.facts import accelerator
-from llmstack.intensity import roofline
+from llmstack.intensity import flops, params, roofline
 from llmstack.intensity.fusion import capture, fuse
-from llmstack.intensity.optimisations import MODEL, NF4_BITS, TOKENS, chain, optimisations
+from llmstack.intensity.optimisations import MODEL, NF4_BITS, TOKENS, Optimisation, chain, optimisations
+from llmstack.intensity.roof import Point
 from llmstack.ops import flash, fused
 from llmstack.ops.attention import attention_formula
 from llmstack.ops.packed import NFLinear
@@ -91,3 +92,37 @@ def test_what_each_saves_is_what_it_says():
     assert 3 < ROWS["4-bit weights"].gain < 16 / NF4_BITS  # the cache stays
     assert NFLinear(nn.Linear(1024, 1024)).bits == pytest.approx(NF4_BITS, abs=1e-3)
     assert ROWS["KV cache"].before.flops == pytest.approx(TOKENS * ROWS["KV cache"].after.flops)
+
+
+def test_points_by_hand():
+    """Operations and bytes of each row, from shapes: Llama-3.1-8B at 8,192 tokens, 2 bytes a value."""
+    c, R, pair = preset(MODEL), TOKENS, lambda name: (ROWS[name].before, ROWS[name].after)
+    D, V, L = c.d_model, c.vocab_size, c.n_layers
+    before, after = pair("residual + RMSNorm")
+    assert before.flops == after.flops == 5 * R * D + 3 * R  # add; square, sum, scale, gain; a mean, ε and root a row
+    assert before.bytes == after.bytes + 2 * R * D == 5 * 2 * R * D + 2 * D
+    before, after = pair("linear + cross-entropy")
+    assert before.flops == after.flops == 2 * R * V * D + 4 * R * V
+    assert after.bytes == 2 * R * D + 2 * V * D
+    before, after = pair("pointwise fusion")
+    assert before.flops == after.flops == 7 * 64 * 256
+    assert after.bytes == 4 * (3 * 64 * 256 + 256)  # x, r, out and b
+    before, after = pair("4-bit weights")
+    matrices = params(c).total - V * D  # of the table one row is read
+    assert before.bytes - after.bytes == pytest.approx(2 * matrices * (1 - NF4_BITS / 16), rel=1e-12)
+    assert before.flops == after.flops == flops(c, 1, R, "decode")
+    before, after = pair("FlashAttention")
+    assert before.flops == after.flops == 4 * L * c.n_heads * c.d_head * R**2  # two products
+    assert after.bytes == 2 * L * R * c.d_head * 2 * (c.n_heads + c.n_kv_heads)  # q and out, k and v
+    before, after = pair("mixed precision")
+    assert before.flops == after.flops == flops(c, 1, R, "train")
+    before, after = pair("KV cache")
+    assert (before.flops, after.flops) == (flops(c, 1, R), flops(c, 1, R, "decode"))
+
+
+def test_gain_is_the_larger_of_two():
+    assert [row.name for row in optimisations()] == list(RUNS)
+    more = Optimisation("", Point("", 8.0, 4.0), Point("", 8.0, 1.0))
+    fewer = Optimisation("", Point("", 8.0, 4.0), Point("", 2.0, 1.0))
+    assert (more.gain, fewer.gain) == (4, 4)
+    assert ROWS["KV cache"].gain == pytest.approx(TOKENS)
