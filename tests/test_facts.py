@@ -22,6 +22,7 @@ def test_accelerators_are_dense_and_have_sources():
         assert device.peaks.get("bf16", 0) <= device.peaks.get("fp8", float("inf")), name
     assert facts.accelerator("H100 SXM5").peak("bf16") == 989.4e12  # the headline of 1,979e12 is for 2:4 sparsity
     assert facts.accelerator("h100 sxm5") is facts.accelerator("h100-sxm5")
+    assert len(set(facts.accelerators().values())) == 38  # a device can be a key
 
 
 def test_unknown_names_say_what_there_is():
@@ -67,4 +68,5 @@ def test_reference_is_found_in_the_folder_and_in_the_cache(monkeypatch, tmp_path
 
 def test_a_computed_claim_is_compared():
     assert facts._agrees(101.0, 100.0, 0.01) and not facts._agrees(101.1, 100.0, 0.01)
+    assert facts._agrees(90.0, 100.0, 0.1) and not facts._agrees(110.5, 100.0, 0.1)  # a share of the claim's value
     assert facts._agrees([1, 2], [1, 2], 0.0) and not facts._agrees([1, 2], [1], 1.0)

@@ -222,6 +222,20 @@ def test_decode_reads_every_weight_and_the_whole_cache():
     assert got.cache_bytes == pytest.approx(cache * (length - 1))
 
 
+def test_a_step_reads_each_parameter_once():
+    """All but the rows of tables that are looked up: the embedding where the head has a table of its own, positions."""
+    families = facts.table("models")["models"]
+    configs = {families[name]["family"]: preset(name) for name in presets()}
+    for config in configs.values():
+        if config.kind != "decoder" or config.n_experts or config.embedding_norm:
+            continue
+        looked_up = 0 if config.tied else config.vocab_size * config.d_model
+        if config.positions == "learned":
+            looked_up += (config.max_seq_len + config.position_offset) * config.d_model
+        read = traffic(config, 1, 50, "decode").weight_bytes / 2
+        assert read == params(config).total - looked_up, config.name
+
+
 def test_experts_that_are_read():
     """One token reads top_k experts, many read them all (routing spread evenly)."""
     config = preset("mixtral-8x7b")
