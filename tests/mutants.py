@@ -220,8 +220,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, args.out.open("a", encoding="utf-8") as out:
         free = copies(Path(folder), args.workers)
 
-        def trial(fault: Fault) -> None:
-            line, was, now = fault.diff()
+        def trial(fault: Fault, diff: tuple[int, str, str]) -> None:
+            line, was, now = diff
             key = [fault.path, was, now]
             if tuple(key) in noticed_before:
                 return
@@ -236,7 +236,7 @@ def main() -> None:
 
         with ThreadPoolExecutor(args.workers) as pool:
             try:
-                list(pool.map(trial, faults))
+                list(pool.map(trial, faults, [fault.diff() for fault in faults]))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
