@@ -17,9 +17,10 @@ MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1]])
 
 
 class ValueNetwork(nn.Module):
-    """Q [B, 4] of agent and goal [B, 2]. experts = 0: a dense layer in place of the mixture."""
+    """Q [B, 4] of agent and goal [B, 2]. experts = 0: a dense layer in place of the mixture, `hidden` wide inside
+    (4 · width where 0): at 32 · experts it has the parameters of as many experts."""
 
-    def __init__(self, n: int, experts: int, width: int = 8, tokens: int = 8, seed: int = 0):
+    def __init__(self, n: int, experts: int, width: int = 8, tokens: int = 8, hidden: int = 0, seed: int = 0):
         super().__init__()
         torch.manual_seed(seed)
         self.n, self.width = n, width
@@ -27,7 +28,8 @@ class ValueNetwork(nn.Module):
         if experts:
             self.middle = SoftMoE(Experts(experts, width, 4 * width, "relu"), slots=-(-tokens // experts))
         else:
-            self.middle = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+            hidden = hidden or 4 * width
+            self.middle = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
         self.head = nn.Sequential(nn.ReLU(), nn.Linear(tokens * width, 4))
 
     def forward(self, agent: Tensor, goal: Tensor) -> Tensor:

@@ -114,8 +114,9 @@ class MoEfied(MoE):
     """A trained ReLU FFN as n experts of which a token uses `k`: neurons that fire together on inputs `seen` [N, D], or
     without any, that have like weights, stand in one expert. With k = n it is the FFN. [..., D] -> [..., D].
 
-    The choice here is the ideal one, the experts whose neurons fire most; `predict`, once set to a network
-    [..., D] -> [..., n], chooses in its place and saves the work. Raises ValueError on other FFNs.
+    Until learn_router() the choice is the ideal one, the experts whose neurons fire most, which has to compute all
+    neurons first. Then `predict`, one linear map [..., D] -> [..., n], chooses in its place and saves the work.
+    Raises ValueError on other FFNs.
     """
 
     @torch.no_grad()
@@ -139,6 +140,24 @@ class MoEfied(MoE):
         """How much each expert's neurons fire, [..., n]: Σ relu(x U + b)."""
         up = self.experts.up
         return (torch.einsum("...d,efd->...ef", x, up[..., :-1]) + up[..., -1]).relu().sum(-1)
+
+    def learn_router(self, seen: Tensor, steps: int = 300, lr: float = 3e-3, batch: int = 512, seed: int = 0) -> None:
+        """Train a router on inputs seen [N, D] to foretell each expert's share of the activity, by cross-entropy, with
+        the experts as they are. It starts at the mean neuron of each expert."""
+        with torch.no_grad():
+            fired = self.activity(seen)  # [N, n]
+            share = fired / fired.sum(-1, keepdim=True).clamp_min(torch.finfo(fired.dtype).tiny)
+            centre = self.experts.up.mean(1)  # [n, D + 1], the bias behind the weights
+            router = nn.Linear(seen.shape[-1], len(centre)).to(centre)
+            router.weight.copy_(centre[:, :-1])
+            router.bias.copy_(centre[:, -1])
+        optimizer, rng = torch.optim.Adam(router.parameters(), lr), torch.Generator().manual_seed(seed)
+        for _ in range(steps):
+            rows = torch.randint(len(seen), (batch,), generator=rng)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(router(seen[rows]), share[rows]).backward()
+            optimizer.step()
+        self.predict = router.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(1, -1, x.shape[-1])  # [1, N, D]

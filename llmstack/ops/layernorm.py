@@ -15,8 +15,8 @@ For R rows of D values of w bytes, a multiply and an add counted apart and a div
     backward    16RD + 6R         w(2RD + D)         w(RD + 2D)
 
 The variance needs the mean first: two passes over x, unless a running mean is corrected value by value (Welford 1962,
-doi:10.1080/00401706.1962.10490022). One pass by mean(x²) − μ² also exists, and cancels: it loses all digits once μ² is
-2^24 times the variance in fp32.
+doi:10.1080/00401706.1962.10490022): `welford_np`. One pass by mean(x²) − μ² also exists, and cancels: it loses all
+digits once μ² is 2^24 times the variance in fp32.
 """
 
 import numpy as np
@@ -31,6 +31,22 @@ def layernorm_np(x: np.ndarray, g: np.ndarray, b: np.ndarray | None = None, eps:
     r = np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)  # [..., 1]
     y = centred / r * g  # [..., D]
     return y if b is None else y + b
+
+
+def welford_np(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance (of n values, not of n − 1) of x [..., D] in one pass over its values: two arrays [...].
+
+    A value δ away from the mean so far moves it by δ / n; the sum of squares about the mean grows by δ times what is
+    left between the value and the new mean.
+    """
+    mean = np.zeros_like(x[..., 0])
+    squares = np.zeros_like(mean)
+    for n in range(1, x.shape[-1] + 1):
+        value = x[..., n - 1]
+        away = value - mean
+        mean = mean + away / n
+        squares = squares + away * (value - mean)
+    return mean, squares / x.shape[-1]
 
 
 def layernorm_np_backward(
