@@ -7,8 +7,10 @@
     plots.roofline(intensity.roofline(accelerator, points))
     plots.stack([("application", "a question", "llmstack.execution"), …])
 
-Each shows itself and returns None. All figures take title=, logx=, logy=, alt= (the text for a screen reader, and what
-nbval compares) and ax= (draw there and show nothing). For a figure of your own:
+Each shows itself and returns None. All figures take title=, logx=, logy=, alt= (what to see, in words) and ax= (draw
+there and show nothing). The numbers that were drawn are read off the figure and follow alt: that is the text for a
+screen reader, and what nbval compares. read= says to how many figures (2; 0 for measured times: no numbers). For a
+figure of your own:
 
     fig, ax = plots.axes("query", "key");  ax.plot(…);  plots.show(fig, alt="…")
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from itertools import cycle
@@ -30,6 +32,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from llmstack.course.alt import describe
 from llmstack.course.show import put
 
 # Okabe and Ito's colours in an order in which neighbours differ in grey as well as in hue.
@@ -73,13 +76,17 @@ def save_png(fig: Figure, alt: str = "") -> bytes:
     return buffer.getvalue()
 
 
-def show(fig: Figure, alt: str) -> None:
-    """Display a figure; alt is its text for screen readers, for plain text, and for nbval to compare."""
-    put(alt, png=save_png(fig, alt), alt=alt)
+def show(fig: Figure, alt: str, read: int = 2) -> None:
+    """Display a figure; alt and the numbers read off it are its text for screen readers and for nbval to compare.
+
+    read: to how many figures the numbers are read; 0 for a figure of measured times, whose numbers differ each time.
+    """
+    text = "\n".join(filter(None, (alt, describe(fig, read))))
+    put(text, png=save_png(fig, text), alt=text)
 
 
 @contextmanager
-def _frame(size=SIZE, *, xlabel: str, ylabel: str, title="", logx=False, logy=False, alt="", ax=None) -> Iterator[Any]:
+def _frame(size=SIZE, *, xlabel: str, ylabel: str, title="", logx=False, logy=False, alt="", ax=None, read=2):
     """Axes to draw on; afterwards labels, scales and a legend, and unless they were given, the figure is shown."""
     fig, at = (None, ax) if ax is not None else axes("", "", size=size)
     yield at
@@ -90,7 +97,9 @@ def _frame(size=SIZE, *, xlabel: str, ylabel: str, title="", logx=False, logy=Fa
     if len(at.get_legend_handles_labels()[1]) > 1:
         at.legend(frameon=False)
     if fig is not None:
-        show(fig, alt or f"{title or ylabel or xlabel}{f' against {xlabel}' if xlabel and (title or ylabel) else ''}")
+        about = title or ylabel or xlabel
+        against = f" against {xlabel}" if xlabel and (title or ylabel) else ""
+        show(fig, alt or about + against, read)
 
 
 def line(series: Mapping[str, Any], x: Sequence[float] | None = None, marks: bool | None = None, **frame: Any) -> None:

@@ -34,16 +34,49 @@ def test_a_helper_shows_one_picture_with_its_text(name, shown):
     assert DRAW[name](alt="what it shows") is None
     assert DRAW[name](alt="what it shows") is None
     (text, forms), (_, again) = shown
-    assert text == forms["alt"] == "what it shows"
+    assert text == forms["alt"] and text.startswith("what it shows")
     assert forms["png"] == again["png"], "the same data gives the same bytes"
     picture = Image.open(io.BytesIO(forms["png"]))
-    assert picture.info["Description"] == "what it shows"
+    assert picture.info["Description"] == text
     assert np.asarray(picture.convert("L")).std() > 1, "something is drawn"
 
 
 def test_a_picture_without_a_text_gets_one(shown):
     plots.line({"loss": [1, 2]}, xlabel="step", ylabel="loss (nats)", title="Training")
-    assert shown[0][0] == "Training against step"
+    assert shown[0][0] == "Training against step\nloss: 1 at 0, 2 at 1"
+
+
+@pytest.mark.parametrize(
+    ("draw", "numbers"),
+    [
+        (lambda **k: plots.line({"a": [3, 0.5, 9e-9]}, [1, 10, 1e5], xlabel="x", **k), "a: 3 at 1, 0 at 100,000"),
+        (lambda **k: plots.line({"a": [1, 0.2, 7e-9]}, xlabel="x", logy=True, **k), "a: 1 at 0, 7e-09 at 2"),
+        (lambda **k: plots.line({"": [3, -1.26, 2, 4, 3]}, xlabel="x", **k), "3 at 0, 3 at 4, least -1.3, most 4"),
+        (
+            lambda **k: plots.bars({"s": {"a": 1, "b": 2.34}, "t": {"a": 2e6}}, **k),
+            "s: a 1, b 2.3; t: a 2,000,000, b 0",
+        ),
+        (
+            lambda **k: plots.heatmap(np.tril(np.ones((4, 4))), xlabel="key", **k),
+            "4 by 4 values from 0 to 1, means of the quarters 0.75 0 1 0.75",
+        ),
+        (lambda **k: plots.line({"seconds": [0.1, 0.2]}, xlabel="x", read=0, **k), None),
+    ],
+    ids=["linear", "log", "extremes", "bars", "image", "times"],
+)
+def test_the_text_holds_the_numbers_that_were_drawn(shown, draw, numbers):
+    """A wrong figure fails by its text: pictures are not compared."""
+    draw(ylabel="y", alt="as said")
+    assert shown[0][0].split("\n") == ["as said", *([numbers] if numbers else [])]
+
+
+def test_each_panel_is_read(shown):
+    fig, (left, right) = plots.axes("x", "y", panels=2)
+    plots.line({"a": [1, 2]}, xlabel="x", ylabel="y", title="before", ax=left)
+    right.scatter([0, 1, 2], [5, 4, 9], label="b")
+    right.set_title("after")
+    plots.show(fig, "two")
+    assert shown[0][0] == "two\n[before] a: 1 at 0, 2 at 1 | [after] b: 3 points, 4 to 9"
 
 
 def test_on_given_axes_nothing_is_shown(shown):
