@@ -1,14 +1,20 @@
 """Twenty small language models at four budgets of operations, for the scaling laws: runs.json beside this file.
 
     OMP_NUM_THREADS=1 python data/scaling/sweep.py
+    python data/scaling/sweep.py --again nehalem-1     two runs of the least budget once more, into again.json
 
 Each run is a decoder over bytes of Shakespeare's plays: a width and a depth, and as many tokens as its budget pays for
 (training operations of a token as `intensity.flops` counts them, with the attention scores). Its learning rate falls
 along a cosine to the end of its own run, as it must (Hoffmann et al. 2022, arXiv:2203.15556, appendix B). A run keeps
 its size, tokens, operations, held-out loss in nats a byte, and the mean training loss of each tenth.
+
+A processor sums in an order of its own, and training amplifies the difference, the more the nearer its rate is to
+where training breaks down. again.json says how far two of the runs come apart, by the setting of tests/portable.py
+under which they were made (its environment variables make the libraries choose an older processor's kernels).
 """
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -53,7 +59,7 @@ def held_out_loss(model, stream: torch.Tensor, batches: int = 40) -> float:
 
 
 def run(width: int, budget: float, streams: tuple[torch.Tensor, torch.Tensor], seed: int = SEED) -> dict:
-    """One model at one budget. The same numbers each time, on one thread."""
+    """One model at one budget. The same numbers each time, on one processor and one thread."""
     c, n = config(width), steps(width, budget)
     model = build(c, seed)
     optimizer = optimizers.adamw(dict(model.named_parameters()), 0.02 * (8 / width) ** 0.5, (0.9, 0.95))
@@ -69,6 +75,16 @@ def run(width: int, budget: float, streams: tuple[torch.Tensor, torch.Tensor], s
         "loss": round(held_out_loss(model, streams[1]), 4),
         "training": [round(sum(r["loss"] for r in part) / len(part), 4) for part in tenth],
     }
+
+
+def again(setting: str) -> None:
+    """Two runs of the least budget once more; their losses by width go under the setting's name."""
+    out, budget = Path(__file__).with_name("again.json"), min(BUDGETS)
+    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    streams = text()
+    found[setting] = {str(width): run(width, budget, streams)["loss"] for width in (12, 16)}
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(setting, found[setting])
 
 
 def main() -> None:
@@ -88,4 +104,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--again"]:
+        again(sys.argv[2])
+    else:
+        main()

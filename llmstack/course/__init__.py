@@ -6,6 +6,7 @@
     course.question(prompt, answer=…, …)      a question answered in the notebook
     course.lab(draw, **controls)              a panel whose figure answers a what-if
     course.progress(iterable, "training")     a bar on long work
+    course.gap(ours, theirs, 1e-6)            how far apart two results are, in words that hold on every processor
     course.plots.line(…), course.labs.positions(), course.look.reach(model, ids)
 
 Each displays itself, live in JupyterLab and as a picture or HTML on a page without a kernel, and gives nbval one short
@@ -15,10 +16,10 @@ line of text to compare.
 from importlib import import_module
 
 _FRONT = {"side_by_side": "show", "source": "show", "claim": "show", "question": "panels", "lab": "panels"}
-_FRONT |= {"progress": "panels"}
+_FRONT |= {"progress": "panels", "gap": "compare"}
 _MODULES = ("labs", "look", "plots")
 
-__all__ = ["claim", "lab", "labs", "look", "plots", "progress", "question", "side_by_side", "source"]
+__all__ = ["claim", "gap", "lab", "labs", "look", "plots", "progress", "question", "side_by_side", "source"]
 
 
 def __getattr__(name: str):
