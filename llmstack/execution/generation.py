@@ -6,13 +6,15 @@ its encoder once, before the first. `score` reads the same p(x) off one pass, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from llmstack.architectures.cache import ContiguousCache
 from llmstack.architectures.ends import check_ids
 from llmstack.architectures.ssm import StateCache
-from llmstack.execution.sampling import check_sampling, pick
+from llmstack.execution.sampling import check_logits, check_sampling, pick
 
 
 class Decoding:
@@ -29,8 +31,6 @@ class Decoding:
             raise ValueError(f"{config.name} is of kind {kind}: source is for encoder-decoders, and they need it")
         if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens = {max_new_tokens!r}, but it must be a whole number, zero or more")
-        if eos is not None and not (isinstance(eos, int) and 0 <= eos < config.vocab_size):
-            raise ValueError(f"eos = {eos!r}, but it must be one of the {config.vocab_size} token ids, or None")
         if isinstance(ids, Tensor) and 0 in ids.shape:
             raise ValueError(f"ids are an empty prompt, shape {list(ids.shape)}; give one token at least, say BOS")
         check_ids(ids, config)
@@ -46,6 +46,7 @@ class Decoding:
         state = bool(config.d_state)
         self.cache = StateCache(config, B, *like) if state else ContiguousCache(config, B, T + max_new_tokens, *like)
         self.model, self.source_padding = model, source_padding
+        self.ends = _ends(eos, config.vocab_size).to(ids.device)
         self.memory = None if source is None else model.encode(source, source_padding)
 
     def __call__(self, new: Tensor, real: Tensor | None = None) -> Tensor:
@@ -64,21 +65,30 @@ class Decoding:
             self.source_padding = None if self.source_padding is None else self.source_padding[rows]
 
 
+def _ends(eos: int | Sequence[int] | None, vocab_size: int) -> Tensor:
+    """The ids that end a row, as a tensor."""
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    fine = isinstance(ends, list | tuple) and all(isinstance(e, int) and 0 <= e < vocab_size for e in ends)
+    if not fine:
+        raise ValueError(f"eos = {eos!r}, but it must be one of the {vocab_size} token ids, several of them, or None")
+    return torch.tensor(ends, dtype=torch.long)
+
+
 @torch.no_grad()
 def generate(
-    model: nn.Module, ids: Tensor, max_new_tokens: int, eos: int | None = None, temperature: float = 0.0,
-    seed: int | None = None, padding: Tensor | None = None, source: Tensor | None = None,
+    model: nn.Module, ids: Tensor, max_new_tokens: int, eos: int | Sequence[int] | None = None,
+    temperature: float = 0.0, seed: int | None = None, padding: Tensor | None = None, source: Tensor | None = None,
     source_padding: Tensor | None = None, **cuts: float,
 ) -> Tensor:  # fmt: skip
     """Prompts ids [B, T] with their continuations, [B, T + new], new <= max_new_tokens.
 
     Temperature 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature), after the
-    cuts top_k, top_p, min_p (execution.sampling), the same ones for the same `seed`. A row that has reached `eos`
-    repeats it, and generation stops when all have. Prompts of different lengths stand left-padded, with `padding`
-    [B, T] True at real tokens. An encoder-decoder takes its input as `source` (with `source_padding`), and as ids the
-    tokens that its decoder starts with.
+    cuts top_k, top_p, min_p (execution.sampling), the same ones for the same `seed`. A row that has reached `eos`, one
+    id or one of several (a chat model's `tokenizer.eos_ids`), repeats it, and generation stops when all rows have.
+    Prompts of different lengths stand left-padded, with `padding` [B, T] True at real tokens. An encoder-decoder takes
+    its input as `source` (with `source_padding`), and as ids the tokens that its decoder starts with.
 
-    Raises ValueError as Decoding and check_sampling do.
+    Raises ValueError as Decoding, check_sampling and check_logits do.
     """
     check_sampling(temperature, **cuts)
     step = Decoding(model, ids, max_new_tokens, eos, padding, source, source_padding)
@@ -89,9 +99,8 @@ def generate(
     new, real = ids, padding
     for _ in range(max_new_tokens):
         token = pick(step(new, real), temperature, rng, **cuts)  # [B]
-        if eos is not None:
-            token = token.masked_fill(done, eos)
-            done |= token == eos
+        token = torch.where(done, ids[:, -1], token)
+        done |= torch.isin(token, step.ends)
         new, real = token[:, None], None
         ids = torch.cat([ids, new], 1)
         if done.all():
@@ -101,7 +110,7 @@ def generate(
 
 @torch.no_grad()
 def beam_search(
-    model: nn.Module, ids: Tensor, max_new_tokens: int, beams: int, length_penalty=1.0, eos: int | None = None, **prompt
+    model: nn.Module, ids: Tensor, max_new_tokens: int, beams: int, length_penalty=1.0, eos=None, **prompt
 ) -> Tensor:
     """The best continuation that `beams` hypotheses kept side by side find, [B, T + new].
 
@@ -126,11 +135,13 @@ def beam_search(
     is_open = torch.ones(B, 1, dtype=torch.bool, device=ids.device)
     new, real = ids, prompt.get("padding")
     for length in range(1, max_new_tokens + 1):
-        total = step(new, real).float().log_softmax(-1).view(B, -1, V) + worth[..., None]  # [B, n, V]
+        logits = step(new, real).float()
+        check_logits(logits)
+        total = logits.log_softmax(-1).view(B, -1, V) + worth[..., None]  # [B, n, V]
         top, at = total.flatten(1).topk(2 * n)  # [B, 2n]
         parent, token = at // V, at % V
         longer = torch.cat([pick_rows(live, parent), token[..., None]], -1)  # [B, 2n, T + length]
-        ends = token == (-1 if eos is None else eos)
+        ends = torch.isin(token, step.ends)
         finished = (ends | (length == max_new_tokens))[:, :n] & is_open
         value = (top[:, :n] / length**length_penalty).masked_fill(~finished, -torch.inf)
         room = nn.functional.pad(longer[:, :n], (0, max_new_tokens - length), value=-1)
@@ -144,8 +155,9 @@ def beam_search(
         step.reorder(rows.flatten())
         live = pick_rows(longer, on)
         new, real = live[..., -1].reshape(B * n, 1), None
-    out = kept[:, 0, : int((kept[:, 0] >= 0).any(0).sum())]  # as long as the longest
-    return out if eos is None else out.masked_fill(out < 0, eos)
+    length = (kept[:, 0] >= 0).sum(-1)  # [B]
+    out = kept[:, 0, : int(length.max())]
+    return torch.where(out < 0, out.gather(1, length[:, None] - 1), out)
 
 
 @torch.no_grad()
@@ -156,4 +168,7 @@ def score(model: nn.Module, ids: Tensor, padding=None, source=None, source_paddi
     """
     logits = model(ids, padding) if source is None else model(source, ids, source_padding, padding)  # [B, T, V]
     found = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    return found if padding is None else found.masked_fill(~(padding[:, 1:] & padding[:, :-1]), 0)
+    if padding is None:
+        return found
+    real = padding.bool()
+    return found.masked_fill(~(real[:, 1:] & real[:, :-1]), 0)

@@ -28,6 +28,19 @@ def check_sampling(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p
         raise ValueError(f"temperature = 0 takes the likeliest token and draws none: {cuts} need a temperature above 0")
 
 
+def check_logits(logits: Tensor) -> None:
+    """Raises ValueError where a row of logits [..., V] has no likeliest token: a nan or +inf in it, or -inf throughout.
+
+    argmax would take the nan, and name the same token for ever; a softmax would be nan in every place.
+    """
+    if not logits.amax(-1).isfinite().all():
+        bad = "nan" if logits.isnan().any() else "inf" if logits.isposinf().any() else "nothing but -inf"
+        raise ValueError(
+            f"the logits hold {bad}, so no token can be chosen; usual causes are weights that are damaged or have "
+            "diverged, and float16, which ends at 65504: take float32 or bfloat16"
+        )
+
+
 def filtered(logits: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """Logits [..., V] with -inf where the cuts leave nothing; the likeliest token always stays.
 
@@ -39,7 +52,9 @@ def filtered(logits: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 
     if top_p < 1:
         p, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
         before = p.cumsum(-1) - p  # the mass of all likelier tokens
-        logits = logits.masked_fill((before >= top_p).scatter(-1, order, before >= top_p), -torch.inf)
+        out = before >= top_p
+        out[..., 0] = False  # a top_p that rounds to 0 in fp32 keeps one too
+        logits = logits.masked_fill(out.scatter(-1, order, out), -torch.inf)
     if min_p:
         p = logits.softmax(-1)
         logits = logits.masked_fill(p < min_p * p.amax(-1, keepdim=True), -torch.inf)
@@ -47,7 +62,13 @@ def filtered(logits: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 
 
 
 def pick(logits: Tensor, temperature: float = 0.0, rng: torch.Generator | None = None, **cuts) -> Tensor:
-    """A token [B] for each row of logits [B, V]: the likeliest at temperature 0, or one drawn; cuts as `filtered`."""
-    if temperature == 0:
+    """A token [B] for each row of logits [B, V]: the likeliest at temperature 0, or one drawn; cuts as `filtered`.
+
+    A temperature that fp32 does not hold, below 1.2e-38, is 0. Raises ValueError as check_logits does.
+    """
+    check_logits(logits)
+    if temperature < torch.finfo(torch.float32).tiny:
         return logits.argmax(-1)
-    return torch.multinomial(filtered(logits.float() / temperature, **cuts).softmax(-1), 1, generator=rng)[:, 0]
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, so that nothing overflows upwards
+    return torch.multinomial(filtered(logits, **cuts).softmax(-1), 1, generator=rng)[:, 0]

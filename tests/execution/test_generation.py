@@ -88,6 +88,45 @@ def test_eos_ends_a_row_and_all_rows_end_the_loop():
     assert alone.shape[1] <= 9 and alone[0, -1] == eos
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_several_eos_end_a_row_where_transformers_ends_it(beams, peers):
+    (model, peer), ids = peers[LLAMA.name], ids_of(3, 5)
+    find = lambda eos: beam_search(model, ids, 12, 3, eos=eos) if beams > 1 else generate(model, ids, 12, eos)
+    free = find(None)[:, 5:]
+    ends = [int(free[0, 3]), int(free[1, 6]), int(free[2, 8])]
+    got, want = find(ends)[:, 5:].tolist(), theirs(peer, ids, 12, beams, 1.0, ends)[:, 5:].tolist()
+    length = lambda row: next(i for i, t in enumerate([*row, ends[0]]) if t in ends) + 1
+    assert len({length(row) for row in want}) > 1
+    for ours, row in zip(got, want):
+        assert ours[: length(row)] == row[: length(row)]
+        assert set(ours[length(row) :]) <= {ours[: length(row)][-1]}  # it repeats its own
+    one = find(ends[:1])
+    assert torch.equal(one, find(ends[0])) and torch.equal(one, find((ends[0],)))
+    assert torch.equal(find([]), find(None))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_logits_without_a_likeliest_token_are_refused(value):
+    """argmax names a nan's place, and so the same token for ever."""
+    model, ids = model_of(GPT2), ids_of(2, 4)
+    with torch.no_grad():
+        model.norm.bias[0] = value
+    says = "the logits hold (nan|inf|nothing but -inf), so no token can be chosen"
+    with pytest.raises(ValueError, match=says):
+        generate(model, ids, 3)
+    with pytest.raises(ValueError, match=says):
+        generate(model, ids, 3, temperature=0.7, seed=0)
+    with pytest.raises(ValueError, match=says):
+        beam_search(model, ids, 3, 2)
+
+
+def test_a_mask_of_whole_numbers_is_one_of_truths():
+    model, ids = model_of(LLAMA), ids_of(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    assert torch.equal(score(model, ids, mask), score(model, ids, mask.bool()))
+    assert torch.equal(generate(model, ids, 4, padding=mask), generate(model, ids, 4, padding=mask.bool()))
+
+
 def test_sampling_follows_the_softmax_and_the_seed():
     model, ids = model_of(LLAMA), ids_of(1, 5)
     draw = lambda seed, t=1.0: generate(model, ids, 8, temperature=t, seed=seed)
@@ -120,7 +159,8 @@ def test_nothing_to_add_gives_the_prompt_back():
         (LLAMA, dict(max_new_tokens=-1), "max_new_tokens = -1, but it must be a whole number, zero or more"),
         (LLAMA, dict(max_new_tokens=1.5), "max_new_tokens = 1.5, but"),
         (LLAMA, dict(eos=99), "eos = 99, but it must be one of the 99 token ids"),
-        (LLAMA, dict(eos=(1, 2)), r"eos = \(1, 2\), but"),
+        (LLAMA, dict(eos=(1, 99)), r"eos = \(1, 99\), but it must be one of the 99 token ids, several of them"),
+        (LLAMA, dict(eos="</s>"), "eos = '</s>', but"),
         (LLAMA, dict(ids=[1, 2]), r"must be a tensor of whole numbers .B, T., got list; torch.tensor\(\[ids\]\)"),
         (LLAMA, dict(ids=torch.tensor([1, 2])), r"whole numbers of shape \[B, T\], got torch.int64 \[2\]"),
         (LLAMA, dict(source=torch.tensor([[1]])), "source is for encoder-decoders"),
@@ -200,7 +240,8 @@ def theirs(peer, ids, new, beams, penalty, eos, padding=None):
     peer.generation_config.eos_token_id = peer.generation_config.pad_token_id = None
     how = dict(max_new_tokens=new, do_sample=False, num_beams=beams, length_penalty=penalty, eos_token_id=eos)
     mask = torch.ones_like(ids) if padding is None else padding.long()
-    return peer.generate(ids, attention_mask=mask, pad_token_id=0 if eos is None else eos, **how)
+    pad = eos[0] if isinstance(eos, list) else eos or 0
+    return peer.generate(ids, attention_mask=mask, pad_token_id=pad, **how)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2, T5], ids=lambda c: c.name)

@@ -5,11 +5,11 @@ from itertools import product
 import pytest
 import torch
 
-from llmstack.execution.sampling import check_sampling, filtered, pick
+from llmstack.execution.sampling import check_logits, check_sampling, filtered, pick
 
 P = (1.0, 0.905, 0.305)  # no whole number of equal tokens has exactly these shares: there rounding would decide
 CUTS = [dict(top_k=k, top_p=p, min_p=m) for k, p, m in product((0, 1, 7, 10**6), P, (0.0, 0.05, 0.7))]
-CUTS += [dict(top_p=1e-9), dict(top_p=1 - 1e-6), dict(min_p=1e-9), dict(min_p=1 - 1e-6)]
+CUTS += [dict(top_p=1e-9), dict(top_p=1e-300), dict(top_p=1 - 1e-6), dict(min_p=1e-9), dict(min_p=1 - 1e-6)]
 
 
 def logits_of(B, V, scale=3.0):
@@ -86,6 +86,37 @@ def test_draws_follow_what_the_cuts_left():
     assert not seen[want == 0].any() and 1 < (want > 0).sum() < 12
     assert ((seen - want).abs() <= 5 * (want * (1 - want) / 20_000).sqrt()).all()
     assert torch.equal(pick(logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_coldest_temperatures_take_the_likeliest(dtype):
+    """1e-38 overflows every logit above 3.4, 1e-300 is 0 in fp32."""
+    logits, rng = logits_of(20, 50, scale=100.0).to(dtype), torch.Generator()
+    for temperature in (1e-30, 1.2e-38, 1e-38, 1e-45, 5e-324):
+        assert torch.equal(pick(logits, temperature, rng), logits.argmax(-1))
+        assert torch.equal(pick(logits, temperature, rng, top_p=1e-300, min_p=1e-300), logits.argmax(-1))
+    single = filtered(logits.float(), top_p=1e-300)
+    assert (single.isfinite().sum(-1) == 1).all() and torch.equal(single.argmax(-1), logits.float().argmax(-1))
+
+
+def test_a_mask_of_tokens_is_kept_at_any_temperature():
+    logits = torch.full((500, 4), -torch.inf)
+    logits[:, 1:3] = torch.tensor([2.0, 2.0])
+    for temperature in (1e-30, 1.0, 1e30):
+        assert set(pick(logits, temperature, torch.Generator().manual_seed(0)).tolist()) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "bad, says", [(torch.nan, "nan"), (torch.inf, "inf"), (-torch.inf, "nothing but -inf")], ids=str
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_have_no_likeliest_are_refused(bad, says, temperature):
+    logits = logits_of(3, 7)
+    logits[1] = bad if says.startswith("nothing") else logits[1]
+    logits[1, 4] = bad
+    with pytest.raises(ValueError, match=f"the logits hold {says}, so no token can be chosen.*float16"):
+        pick(logits, temperature, torch.Generator())
+    check_logits(logits[[0, 2]])
 
 
 @pytest.mark.parametrize(
