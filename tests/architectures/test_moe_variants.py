@@ -97,6 +97,14 @@ def test_depths_at_the_edges():
         mod(x, Pass(mask=torch.ones(1, 1, 12, 12, dtype=torch.bool)))
 
 
+def test_depths_take_whole_texts_only():
+    mod, _, now = depths(0.5)
+    for hidden in (Pass(bias=torch.zeros(1, 2, 12, 12)), Pass(cache=object())):
+        with pytest.raises(ValueError, match="without padding, bias or cache"):
+            mod(rand(2, 12, D), hidden)
+    assert mod(rand(2, 11, D), Pass(causal=True)).shape == (2, 11, D)  # 6 of 11 tokens, without rotation
+
+
 # ---- WideNet and V-MoE
 
 
@@ -183,6 +191,22 @@ def test_the_frozen_router_no_longer_moves():
     assert not torch.equal(gate, moe.router.weight), "gates and experts go on learning"
 
 
+def test_both_stages_of_a_stable_router_by_hand():
+    """The best logit's expert, then the small router's; the gate is a sigmoid of that expert's logit."""
+    torch.manual_seed(0)
+    router, logits = StableRouter(30, 4), rand(1, 6, 4)
+    router.ids = torch.tensor([[3, 9, 3, 27, 0, 1]])
+    small = router.centres(router.words(router.ids))[0]  # [N, E]
+    for stage, expert in (("best", logits[0].argmax(-1)), ("small", small.argmax(-1))):
+        matrix = router(logits).matrix().reshape(6, 4)
+        want = torch.zeros(6, 4).scatter(1, expert[:, None], logits[0].sigmoid().gather(1, expert[:, None]))
+        torch.testing.assert_close(matrix, want, msg=stage)
+        miss = nn.functional.cross_entropy(small, logits[0].argmax(-1))
+        torch.testing.assert_close(router.distilling, miss)
+        router.freeze()
+    assert not any(p.requires_grad for p in router.parameters())
+
+
 # ---- MoEfication
 
 
@@ -235,6 +259,21 @@ def test_only_relu_is_split():
     for ffn in (gated, smooth):
         with pytest.raises(ValueError, match="plain ReLU FFN"):
             MoEfied(ffn, 4, 1)
+
+
+def test_what_an_expert_fires_and_how_many_there_can_be():
+    ffn, x = relu_ffn(), rand(2, 7, D)
+    split = MoEfied(ffn, 5, 2)
+    torch.testing.assert_close(split.activity(x).sum(-1), ffn.up(x).relu().sum(-1))
+    split(x)
+    busiest = split.activity(x).flatten(0, 1).topk(2).indices
+    assert torch.equal((split.last.matrix().reshape(14, 5) != 0).nonzero()[:, 1].view(14, 2), busiest.sort(-1).values)
+    for k in (0, 6):
+        with pytest.raises(ValueError, match=f"k = {k} experts a token, but there are 5; choose 1 to 5"):
+            MoEfied(ffn, 5, k)
+    for n, rounds in ((0, 10), (5, 0)):
+        with pytest.raises(ValueError, match=f"30 neurons do not divide into {n}"):
+            balanced_k_means(rand(30, 2), n, rounds)
 
 
 @pytest.fixture(scope="module")
