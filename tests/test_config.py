@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -100,6 +101,19 @@ def test_llamas_width_rule(name):
     dials = {"llama2-70b": (4096, 1.3), "llama3-70b": (4096, 1.3), "llama3.1-70b": (4096, 1.3)}
     dials |= {"llama3-8b": (1024, 1.3), "llama3.1-8b": (1024, 1.3), "llama3.1-405b": (4096, 1.2)}
     assert ffn_width(preset(name).d_model, *dials.get(name, (256, 1.0))) == preset(name).d_ff
+
+
+def test_dials_that_nobody_turned():
+    """A plain LLaMA block: what is on stands here, all other switches are off."""
+    on = dict(kind="decoder", norm="rmsnorm", norm_place="pre", norm_eps=1e-5, final_norm=True, activation="swiglu")
+    on |= dict(positions="rope", rope_theta=10000.0, k_bias=True, parallel_norms=1, window_every=1, max_seq_len=2048)
+    on |= dict(relative_buckets=32, relative_max_distance=128, embedding_scale=1.0, head_scale=1.0, expert_every=1)
+    on |= dict(router_score="softmax", router_norm=True, router_scale=1.0, router_groups=1, router_groups_kept=1)
+    defaults = {f.name: f.default for f in fields(ModelConfig)}
+    assert {name: defaults[name] for name in on} == on
+    switches = {name for name, default in defaults.items() if default is True}
+    assert switches == {"final_norm", "k_bias", "router_norm"}
+    assert defaults["position_offset"] == defaults["sliding_window"] == defaults["rope_dims"] == 0
 
 
 def test_plan():

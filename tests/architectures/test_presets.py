@@ -4,6 +4,7 @@ import pytest
 
 from llmstack import intensity, preset, presets
 from llmstack.architectures import build
+from llmstack.architectures.hf import config_to_hf
 
 
 def count(name):
@@ -34,3 +35,13 @@ def test_every_dense_preset_is_built_with_the_parameters_of_its_closed_form():
     assert len(dense) > 40
     wrong = {n: (count(n), intensity.params(preset(n)).total) for n in dense}
     assert {n: pair for n, pair in wrong.items() if pair[0] != pair[1]} == {}
+
+
+def test_scaled_rotation_is_written_in_both_spellings():
+    """transformers 5 reads rope_parameters, what is older rope_theta and rope_scaling."""
+    raw = config_to_hf(preset("llama3.1-8b"))
+    scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    scaling |= dict(original_max_position_embeddings=8192)
+    assert raw["rope_scaling"] == scaling and raw["rope_theta"] == 500000.0
+    assert raw["rope_parameters"] == scaling | dict(rope_theta=500000.0)
+    assert "rope_scaling" not in config_to_hf(preset("llama2-7b"))

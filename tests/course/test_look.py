@@ -114,4 +114,6 @@ def test_panels_show_each_pattern_with_its_axes(monkeypatch):
         panels = [ax for ax in fig.axes if ax.get_title()]
         assert [ax.get_title() for ax in panels] == names and alt == "what is seen"
         assert {ax.get_xlabel() for ax in panels} == {"key"} and panels[0].get_ylabel() == "query"
+        assert fig.get_figwidth() == pytest.approx(3.2 * len(names))
+        assert all(ax.images[0].get_clim() == (0, 1) for ax in panels)
         assert all(ax.images[0].get_array().tolist() == pattern for ax in panels)

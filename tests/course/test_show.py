@@ -71,3 +71,21 @@ def test_a_claim_shows_both_values_and_the_verdict(shown, monkeypatch):
         "  Why:             two of three",
     ]
     assert "a &lt; b, they say" in forms["html"] and "2.6875" in forms["html"]
+
+
+def test_each_form_is_displayed_under_its_type(monkeypatch, capsys):
+    import IPython
+    import IPython.display
+
+    show.put("plain", html="<b>")
+    assert capsys.readouterr().out == "plain\n", "outside of a notebook only text is shown"
+    calls = []
+    monkeypatch.setattr(IPython, "get_ipython", object)
+    monkeypatch.setattr(IPython.display, "display", lambda forms, **how: calls.append((forms, how)))
+    show.put("text", html="<b>", png=b"p", alt="a picture")
+    show.put("text", png=b"p")
+    show.put("text")
+    pictures = [{"image/png": {"alt": alt}} for alt in ("a picture", "text")]
+    assert [how for _, how in calls] == [dict(raw=True, metadata=metadata) for metadata in (*pictures, {})]
+    assert calls[0][0] == {"text/plain": "text", "text/html": "<b>", "image/png": b"p"}
+    assert calls[2][0] == {"text/plain": "text"}
