@@ -126,7 +126,7 @@ class EncoderDecoder(nn.Module):
         if self.frontend is not None:
             now, x = Pass(), self.frontend(source)
             if padding is not None:
-                now.mask = padding[:, None, None]  # [B, 1, 1, S]
+                now.mask = padding.bool()[:, None, None]  # [B, 1, 1, S]
         else:
             check_ids(source, self.config, "source ids", table=self._table())
             now, positions = prepare(self.config, source, padding, causal=False)

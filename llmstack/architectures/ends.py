@@ -97,7 +97,7 @@ def prepare(
             raise ValueError(f"positions {list(positions.shape)} go with a pass over {ids.shape[1]} tokens, uncached")
         queries = keys = positions.expand(max(1, positions.numel() // ids.shape[1]), -1)
     back = queries[:, :, None] - keys[:, None, :]  # [B or 1, T, S]: how far behind its query a key stands
-    now = Pass(cache=cache, back=back)
+    now = Pass(cache=cache, back=back, real=padding if padded else None)
     place = torch.arange(real.shape[1], device=ids.device)
     first = real.shape[1] - ids.shape[1]
     order = back >= 0 if positions is None else place[first:, None] >= place

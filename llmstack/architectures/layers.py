@@ -37,6 +37,7 @@ class Pass:
     causal: bool = False  # plain causal order, in place of a mask
     back: Tensor | None = None  # [B or 1, T, S]: position of the query minus position of the key
     bias: Tensor | None = None  # [B or 1, H, T, S]: ALiBi, T5's buckets
+    real: Tensor | None = None  # [B, T]: False at padding, which takes no expert's room; None: all are real
     rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines, [B or 1, T, rotated dims / 2]
     cache: Cache | None = None
     memory: Tensor | None = None  # [B, S', D]: what cross-attention reads
@@ -162,11 +163,14 @@ class Block(nn.Module):
         """x [B, T, D] -> [B, T, D]."""
         if self.parallel:
             n = self.norm1(x)
-            return x + self.attention(n, now) + self.ffn(n if self.norm2 is None else self.norm2(x))
+            return x + self.attention(n, now) + self.feed(n if self.norm2 is None else self.norm2(x), now)
         x = self.residual(x, self.norm1, lambda y: self.attention(y, now))
         if hasattr(self, "cross"):
             x = self.residual(x, self.norm_cross, lambda y: self.cross(y, now))
-        return self.residual(x, self.norm2, self.ffn)
+        return self.residual(x, self.norm2, lambda y: self.feed(y, now))
+
+    def feed(self, x: Tensor, now: Pass) -> Tensor:
+        return self.ffn(x, now.real) if isinstance(self.ffn, MoE) else self.ffn(x)
 
 
 @torch.no_grad()

@@ -111,12 +111,14 @@ class MoE(nn.Module):
         shared: nn.Module | None = None,
         outputs: int = 1,
         correction: bool = False,
+        skips_padding: bool = False,
     ):
         super().__init__()
         n, _, d_model = experts.up.shape
         self.router = nn.Linear(d_model, n * outputs, bias=False)
         self.correction = nn.Parameter(torch.zeros(n), requires_grad=False) if correction else None
         self.experts, self.select, self.shared = experts, select, shared
+        self.skips_padding = skips_padding
         self.last: Routing | None = None
 
     @classmethod
@@ -126,15 +128,23 @@ class MoE(nn.Module):
         how = dict(score=c.router_score, normalise=c.router_norm, scale=c.router_scale, groups=c.router_groups)
         how |= dict(groups_kept=c.router_groups_kept, capacity=c.expert_capacity or None)
         experts = Experts(c.n_experts, c.d_model, c.d_expert, c.activation)
-        return cls(experts, partial(top_k, k=c.top_k, **how), shared, correction=c.router_bias)
+        select = partial(top_k, k=c.top_k, **how)
+        return cls(experts, select, shared, correction=c.router_bias, skips_padding=c.expert_capacity > 0)
+
+    def __getstate__(self) -> dict:
+        """For copies and pickle: `last` belongs to a batch, and after training holds its graph."""
+        return {**super().__getstate__(), "last": None}
 
     def logits(self, x: Tensor) -> Tensor:
         """h [..., E] in fp32 at least: a rounded score sends a token elsewhere (arXiv:2101.03961, section 2.4)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return nn.functional.linear(x.to(wide), self.router.weight.to(wide))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """real [B, T] is False at padding, which takes no expert's room where `skips_padding` (`select` knows `keep`)."""
         how = {} if self.correction is None else {"bias": self.correction}
+        if real is not None and self.skips_padding:
+            how["keep"] = real
         self.last = self.select(self.logits(x), **how)
         out = self.dispatch(x.reshape(-1, x.shape[-1]), self.last).view_as(x)
         return out if self.shared is None else out + self.shared(x)

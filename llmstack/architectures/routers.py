@@ -73,13 +73,15 @@ def top_k(
     groups_kept: int = 1,
     capacity: int | None = None,
     by_score: bool = False,
+    keep: Tensor | None = None,
 ) -> Routing:
     """The k experts with the largest scores, gated by them.
 
     normalise: a token's gates sum to `scale`. bias [E] counts when experts are chosen and not in the gates
     (arXiv:2412.19437, eq. 16). groups: experts come only from the best `groups_kept` (ranked by their best expert, or
     with sigmoid scores by their best two; arXiv:2405.04434, section 2.2.2). by_score: those with the largest gates are
-    placed first (V-MoE's batch priority, arXiv:2106.05974, section 4.1).
+    placed first (V-MoE's batch priority, arXiv:2106.05974, section 4.1). keep [G, N]: tokens that are False, such as
+    padding, go to no expert.
     """
     E = logits.shape[-1]
     if logits.ndim != 3 or not logits.is_floating_point():
@@ -102,7 +104,9 @@ def top_k(
         gate = p.gather(-1, expert)
     if normalise:
         gate = gate / (gate.sum(-1, keepdim=True) + 1e-20)
-    return place(p, expert, gate if scale == 1.0 else gate * scale, capacity, by_score)
+    if scale != 1.0:
+        gate = gate * scale
+    return place(p, expert, gate, capacity, by_score, None if keep is None else keep[..., None].expand_as(expert))
 
 
 def place(

@@ -39,6 +39,11 @@ class Op(NamedTuple):
     elementwise: bool = False
 
 
+def _power_backward(dy, y, a, n):
+    """n · aⁿ⁻¹; for n = 0 the value does not depend on a, not even at 0, where 0 · 0⁻¹ would be nan."""
+    return (dy * n * a ** (n - 1) if n else np.zeros_like(dy),)
+
+
 def _sum_backward(dy, y, a, axis=None, keepdims=False):
     return (np.broadcast_to(dy if keepdims or axis is None else np.expand_dims(dy, axis), a.shape),)
 
@@ -48,7 +53,7 @@ OPS: dict[str, Op] = {
     "sub": Op(np.subtract, lambda dy, y, a, b: (dy, -dy), True),
     "mul": Op(np.multiply, lambda dy, y, a, b: (dy * b, dy * a), True),
     "div": Op(np.divide, lambda dy, y, a, b: (dy / b, -dy * y / b), True),
-    "power": Op(lambda a, n: a**n, lambda dy, y, a, n: (dy * n * a ** (n - 1),), True),
+    "power": Op(lambda a, n: a**n, _power_backward, True),
     "exp": Op(np.exp, lambda dy, y, a: (dy * y,), True),
     "log": Op(np.log, lambda dy, y, a: (dy / a,), True),
     "tanh": Op(np.tanh, lambda dy, y, a: (dy * (1 - y * y),), True),
@@ -134,19 +139,25 @@ class Tensor:
     __sub__ = lambda self, other: apply("sub", self, other)
     __rsub__ = lambda self, other: apply("sub", other, self)
     __truediv__ = lambda self, other: apply("div", self, other)
+    __rtruediv__ = lambda self, other: apply("div", other, self)
     __matmul__ = lambda self, other: apply("matmul", self, other)
+    __rmatmul__ = lambda self, other: apply("matmul", other, self)
     __pow__ = lambda self, n: apply("power", self, n=n)
     __neg__ = lambda self: self * -1
 
 
 def apply(op: str, *inputs: Any, **settings: Any) -> Tensor:
-    """Run an op now and remember it. Plain numbers take the dtype of the first Tensor."""
+    """Run an op now and remember it. A Python number takes the dtype of the first Tensor where that can hold it."""
     dtype = next(t.data.dtype for t in inputs if isinstance(t, Tensor))
-    fit = lambda x: Tensor(np.asarray(x, dtype if np.isscalar(x) else None))
-    inputs = tuple(x if isinstance(x, Tensor) else fit(x) for x in inputs)
+    inputs = tuple(x if isinstance(x, Tensor) else _constant(x, dtype) for x in inputs)
     if op == "matmul" and min(t.data.ndim for t in inputs) < 2:
         raise ValueError(f"matmul takes matrices, got shapes {[t.shape for t in inputs]}; reshape a vector to [1, n]")
     return Tensor(OPS[op].forward(*(t.data for t in inputs), **settings), op, inputs, settings)
+
+
+def _constant(x: Any, dtype: np.dtype) -> Tensor:
+    """0.5 beside float32 is a float32; beside whole numbers it stays a fraction."""
+    return Tensor(np.asarray(x, np.result_type(x, dtype) if isinstance(x, int | float) else None))
 
 
 def _ancestors(last: Tensor) -> list[Tensor]:

@@ -32,19 +32,39 @@ FILL = {"targets": IGNORE, "documents": -1, "positions": 0}  # where a row is sh
 TOO_LONG = ("raise", "split", "truncate")
 
 
-def windows(stream: Sequence[int] | Tensor, length: int, batch: int, seed: int = 0) -> Data:
-    """Batches of windows of `length` tokens side by side in one stream [N]; the next window's first token is a target.
+def windows(
+    stream: Sequence[int] | np.ndarray | Tensor, length: int, batch: int, seed: int = 0, offsets: str = "side by side"
+) -> Data:
+    """Batches of windows of `length` tokens from one stream [N]; the next token after a window is its last target.
 
-    Raises ValueError on a stream that does not fill one window.
+    offsets: "side by side", each window once an epoch, or "random", where a window may begin at any token. A memory map
+    stays one: only the windows of a batch are read and made int64. Raises ValueError on a stream that is not flat or
+    does not fill one window.
     """
     whole(length=length)
-    stream = torch.as_tensor(stream, dtype=torch.long)
+    if offsets not in ("side by side", "random"):
+        raise ValueError(f"offsets = {offsets!r}, but it must be 'side by side' or 'random'")
+    if not isinstance(stream, np.ndarray):
+        stream = torch.as_tensor(stream, dtype=torch.long).numpy()
+    if stream.ndim != 1 or stream.dtype.kind not in "iu":
+        given = f"{stream.dtype} {list(stream.shape)}"
+        raise ValueError(f"the stream is one row of token ids [N], got {given}; .reshape(-1) joins the rows of several")
     n = (len(stream) - 1) // length
     if n < 1:
         raise ValueError(f"{len(stream)} tokens fill no window of {length} and a next one: is the corpus empty?")
-    ids, targets = (stream[shift:][: n * length].view(n, length) for shift in (0, 1))
     order = _order(n, batch, seed)
-    return lambda step: {"ids": ids[order(step)], "targets": targets[order(step)]}
+
+    def starts(step: int) -> list[int]:
+        if offsets == "random":
+            return np.random.default_rng([seed, step]).integers(0, len(stream) - length, batch).tolist()
+        return [int(i) * length for i in order(step)]
+
+    def data(step: int) -> Batch:
+        rows = np.stack([stream[at : at + length + 1] for at in starts(step)]).astype(np.int64)
+        rows = torch.from_numpy(rows)  # [batch, length + 1]
+        return {"ids": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
+
+    return data
 
 
 def packed(documents: Sequence[Example], length: int, batch: int, seed=0, pad=0, too_long: str = "raise") -> Data:

@@ -83,7 +83,7 @@ def corrupting(data: Data, sentinel: int, start=0, eos=1, rate=0.15, mean=3.0, s
     def corrupted(step: int) -> Batch:
         batch, rng = data(step), np.random.default_rng([seed, step])
         real = batch.get("padding", torch.ones_like(batch["ids"], dtype=torch.bool))
-        rows = [ids[keep].tolist() for ids, keep in zip(batch["ids"], real)]
+        rows = [ids[keep].tolist() for ids, keep in zip(batch["ids"], real.bool())]
         return collate([pair(*span_corruption(row, sentinel, rate, mean, rng), start, eos) for row in rows])
 
     return corrupted

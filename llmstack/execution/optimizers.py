@@ -24,11 +24,14 @@ algorithm 1; Adam: Kingma and Ba 2014, arXiv:1412.6980; AdamW: Loshchilov and Hu
 et al. 2019, arXiv:1904.00962, algorithm 2; Adafactor: Shazeer and Stern 2018, arXiv:1804.04235, algorithm 5 without
 first moment, with the decay of v 1 − t^−0.8 and relative steps min(lr, 1/√t) as torch.optim.Adafactor has them.
 
-Weights are a dictionary of NumPy arrays or torch tensors: the arithmetic is the same.
+Weights are a dictionary of NumPy arrays or torch tensors: the arithmetic is the same. Without names, as in
+`adamw(model.parameters())`, they are numbered. `ForTorch` wraps one for what takes PyTorch's own optimizers, such as
+its learning rate schedulers.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -42,16 +45,15 @@ class Optimizer:
     """The step above. `settings` go to the direction; `decays(name, w)` says which weights decay and are scaled."""
 
     def __init__(
-        self, params: Mapping[str, Array], lr: float, direction: Callable[..., Array], l2=0.0, decay=0.0,
-        eta: float | None = None, scale: Callable[[Array, Array], float] | None = None,
+        self, params: Mapping[str, Array] | Iterable[Array], lr: float, direction: Callable[..., Array], l2=0.0,
+        decay=0.0, eta: float | None = None, scale: Callable[[Array, Array], float] | None = None,
         decays: Callable[[str, Array], bool] = lambda name, w: True, **settings: Any,
     ):  # fmt: skip
-        if not isinstance(params, Mapping) or not params:
-            raise ValueError("params is a mapping name -> weight, and not empty: dict(model.named_parameters())")
+        params = _named(params)
         for name, value in dict(lr=lr, l2=l2, decay=decay).items():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name} = {value!r}, but it must be a finite number, zero or more")
-        self.params, self.lr, self.direction, self.settings = dict(params), lr, direction, settings
+        self.params, self.lr, self.direction, self.settings = params, lr, direction, settings
         self.l2, self.decay, self.eta, self.scale, self.decays = l2, decay, eta, scale, decays
         self.t, self.state = 0, {name: {} for name in self.params}
 
@@ -86,13 +88,47 @@ class Optimizer:
         return {"t": self.t} | {f"{n}/{key}": a for n, state in self.state.items() for key, a in state.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Raises KeyError when the state belongs to other weights."""
+        """Take a copy of a state. Raises KeyError when it belongs to other weights."""
         split = {key: key.rpartition("/") for key in saved if key != "t"}
         if unknown := sorted({name for name, _, _ in split.values()} - set(self.params)):
             raise KeyError(f"the state has {', '.join(unknown)}, which this optimizer does not hold: another model's?")
         self.t, self.state = int(saved["t"]), {name: {} for name in self.params}
         for key, (name, _, part) in split.items():
-            self.state[name][part] = saved[key]
+            self.state[name][part] = copy.deepcopy(saved[key])
+
+
+class ForTorch(torch.optim.Optimizer):
+    """One of the optimizers above as PyTorch's schedulers know them: `param_groups`, whose "lr" a step takes."""
+
+    def __init__(self, optimizer: Optimizer):
+        super().__init__(list(optimizer.params.values()), {"lr": optimizer.lr})
+        self.inner = optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure else None
+        self.inner.step(lr=self.param_groups[0]["lr"])
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "lr": self.param_groups[0]["lr"]}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(saved["inner"])
+        self.param_groups[0]["lr"] = saved["lr"]
+
+
+def _named(params: Mapping[str, Array] | Iterable[Array]) -> dict[str, Array]:
+    """Weights by name, or by number. Raises ValueError where there is none, or something else stands among them."""
+    if isinstance(params, Mapping):
+        named = dict(params)
+    else:
+        listed = list(params)
+        pairs = all(isinstance(p, tuple) and len(p) == 2 for p in listed)  # model.named_parameters()
+        named = dict(listed) if pairs else {str(i): p for i, p in enumerate(listed)}
+    if not named or not all(hasattr(p, "dtype") for p in named.values()):
+        given = ", ".join(sorted({type(p).__name__ for p in named.values()})) or "nothing"
+        raise ValueError(f"params are weights, best by name: dict(model.named_parameters()); got {given}")
+    return named
 
 
 def momentum_direction(g: Array, s: State, t: int, w: Array, lr: float, beta: float, nesterov: bool = False) -> Array:
@@ -167,7 +203,14 @@ def trust_ratio(w: Array, u: Array) -> float:
 
 
 def norm(x: Array) -> float:
-    return float((x * x).sum()) ** 0.5
+    return _squares(x) ** 0.5
+
+
+def _squares(x: Array) -> float:
+    """Σ x² in at least 32 bits: an fp16 of 300 squared is infinite."""
+    if x.dtype.itemsize < 4:
+        x = x.float() if isinstance(x, torch.Tensor) else x.astype("float32")
+    return float((x * x).sum())
 
 
 def rms(x: Array) -> float:
@@ -176,23 +219,32 @@ def rms(x: Array) -> float:
 
 def global_norm(grads: Iterable[Array], reduce: Callable[[float], float] = lambda squares: squares) -> float:
     """The norm of all gradients as one vector. Where each rank holds a shard, `reduce` sums the squares over ranks."""
-    return reduce(sum(float((g * g).sum()) for g in grads)) ** 0.5
+    return reduce(sum(_squares(g) for g in grads)) ** 0.5
 
 
 @torch.no_grad()
 def clip_(grads: Mapping[str, Array] | Iterable[Array], max_norm: float, reduce=lambda squares: squares) -> float:
     """Scale all gradients in place so that their global norm is at most max_norm, as torch's clip_grad_norm_ does.
 
-    Returns the norm before (Pascanu et al. 2012, arXiv:1211.5063). Raises ValueError when max_norm is not positive.
+    Of a model's parameters, as PyTorch's function takes them, it is their gradients that are scaled. Returns the norm
+    before (Pascanu et al. 2012, arXiv:1211.5063). Raises ValueError when max_norm is not positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm = {max_norm!r}, but it must be a positive number; infinity leaves gradients as is")
-    grads = list(grads.values() if isinstance(grads, Mapping) else grads)
+    if isinstance(grads, torch.Tensor):
+        grads = [grads]
+    given = grads.values() if isinstance(grads, Mapping) else grads
+    grads = [g.grad if _is_weight(g) else g for g in given]
+    grads = [g for g in grads if g is not None]
     total = global_norm(grads, reduce)
     if not total <= max_norm:
         for g in grads:
             g *= max_norm / (total + 1e-6)
     return total
+
+
+def _is_weight(x: Array) -> bool:
+    return isinstance(x, torch.nn.Parameter) or (isinstance(x, torch.Tensor) and x.requires_grad)
 
 
 def _ratio(top: float, bottom: float) -> float:

@@ -147,7 +147,7 @@ def implicit_rewards(policy: nn.Module, reference: nn.Module, batch: Batch, beta
 def log_probs(model: nn.Module, ids: Tensor, padding: Tensor, response: Tensor) -> Tensor:
     """log π of each token of the answer, given what is before it: [B, T - 1], 0 at prompts and padding."""
     found = model(ids, padding)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    return found.masked_fill(~response, 0.0)
+    return found.masked_fill(~response.bool(), 0.0)
 
 
 def accuracy(rewards: Tensor) -> float:

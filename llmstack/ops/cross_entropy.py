@@ -36,7 +36,7 @@ def cross_entropy_np(
     log_sum = np.log(np.sum(np.exp(logits - m), axis=-1))  # [...]
     picked = np.take_along_axis(logits, np.where(kept, targets, 0)[..., None], -1) - m  # [..., 1]
     loss = np.where(kept, log_sum - picked[..., 0], 0)  # [...]
-    return loss if reduction == "none" else loss.sum() / _count(kept, reduction)
+    return loss if reduction == "none" else loss.sum() / loss.dtype.type(_count(kept, reduction))
 
 
 def cross_entropy_np_backward(

@@ -17,6 +17,7 @@ Unfused, silu(gate) is written and read again: 5bN forward instead of 3bN.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -92,7 +93,8 @@ def swiglu_triton_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tenso
 
 
 def _each(fn: Callable) -> dict[str, Callable]:
-    return {glu: lambda *tensors, act=act: fn(*tensors, act) for glu, act in GATES.items()}
+    """By the unit's name. A partial, unlike a lambda, can be pickled, and so can a model that holds one."""
+    return {glu: partial(fn, act=act) for glu, act in GATES.items()}
 
 
 GLU_NP, GLU_NP_BACKWARD, GLU_TORCH = _each(glu_np), _each(glu_np_backward), _each(glu_torch)

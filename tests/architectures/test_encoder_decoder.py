@@ -196,3 +196,11 @@ def test_a_tiny_2017_transformer_learns_to_copy():
     source = torch.randint(1, V, (100, S), generator=rng)
     said = generate(model, torch.full((100, 1), start), S, source=source)[:, 1:]
     assert (said == source).float().mean() > 0.99, (said == source).float().mean()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mask_of_whole_numbers_is_a_mask(name):
+    model = model_of(name)
+    source = torch.randn(2, 8, 24) if name == "whisper" else torch.randint(0, 50, (2, 12))
+    mask = torch.arange(12) < torch.tensor([[12], [7]])
+    assert torch.equal(model.encode(source, mask.long()), model.encode(source, mask))

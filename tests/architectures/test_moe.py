@@ -362,3 +362,17 @@ def test_experts_draw_their_weights_from_the_seed():
     assert float(one.up.std()) == pytest.approx(0.02, rel=0.05) and float(one.down.std()) == pytest.approx(
         0.01, rel=0.05
     )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_takes_no_expert_room(side):
+    """Experts with room for 2 of a sequence's tokens: a sequence means the same alone and padded."""
+    tiny = dict(d_model=16, n_layers=2, n_heads=2, n_kv_heads=2, d_head=8, d_ff=24, vocab_size=50, n_experts=4)
+    model = build(preset("mixtral-8x7b").with_(**tiny, d_expert=8, expert_capacity=2)).double()
+    ids = torch.randint(0, 50, (1, 6), generator=torch.Generator().manual_seed(3))
+    alone = model(ids)
+    assert max(m.last.dropped for m in model.modules() if isinstance(m, MoE)) > 0.2
+    some = torch.full((1, 5), 7)
+    padded = torch.cat([some, ids] if side == "left" else [ids, some], 1)
+    real = torch.cat([some < 0, ids >= 0] if side == "left" else [ids >= 0, some < 0], 1)
+    torch.testing.assert_close(model(padded, real)[real], alone[0], rtol=1e-12, atol=1e-14)

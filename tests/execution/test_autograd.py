@@ -158,3 +158,25 @@ def test_wrong_use_is_refused_with_its_reason():
     with pytest.raises(ValueError, match="zip"):
         trace(lambda x: x * 2.0, np.ones(2))(np.ones(2), np.ones(2))
     assert isinstance(trace(lambda x: 3.0 - np.ones(2) * x, np.ones(2)), Graph)
+
+
+def test_numbers_and_arrays_on_either_side():
+    """A fraction beside whole numbers stays one, and what Python or NumPy hold on the left works as on the right."""
+    assert (Tensor(2) * 0.5).data == 1.0 and (Tensor(np.float32(2)) * 0.5).data.dtype == np.float32
+    two = Tensor(np.float32(2))
+    quotient = 10.0 / two
+    quotient.backward()
+    assert quotient.data == 5.0 and two.grad == -2.5
+    left, right = np.arange(6.0).reshape(2, 3), Tensor(np.arange(12.0).reshape(3, 4))
+    product = (left @ right).sum()
+    product.backward()
+    assert (right.grad == left.T @ np.ones((2, 4))).all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_powers_at_zero(n):
+    ours = Tensor(np.array([0.0, 2.0]))
+    theirs = torch.tensor([0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    (ours**n).sum().backward()
+    (theirs**n).sum().backward()
+    assert (ours.grad == theirs.grad.numpy()).all()

@@ -1,5 +1,8 @@
 """Batches are functions of the step; every token is seen once an epoch; packed documents do not see each other."""
 
+import tracemalloc
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -146,3 +149,38 @@ def test_bad_data_is_refused():
             padded(examples, 2)
     with pytest.raises(ValueError, match="example 0 has 1 ids and 0 targets"):
         padded([{"ids": [1]}], 1)
+
+
+def test_windows_at_random_offsets():
+    """Each is a piece of the stream with its next tokens; every offset occurs, and a step always draws the same."""
+    stream = np.arange(40) * 3
+    data = windows(stream, 8, 16, seed=1, offsets="random")
+    begun = set()
+    for step in range(40):
+        batch = data(step)
+        at = batch["ids"][:, 0] // 3
+        places = at[:, None] + torch.arange(8)
+        assert torch.equal(batch["ids"], places * 3) and torch.equal(batch["targets"], places * 3 + 3)
+        assert torch.equal(batch["ids"], data(step)["ids"])
+        begun |= set(at.tolist())
+    assert begun == set(range(32))  # the last window's last target is the last token
+
+
+def test_windows_leave_a_memory_map_on_disk(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.arange(50_000, dtype=np.uint16).tofile(path)
+    stream = np.memmap(path, dtype=np.uint16, mode="r")
+    tracemalloc.start()
+    batch = windows(stream, 100, 2)(3)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert batch["ids"].dtype == torch.int64 and held < stream.nbytes
+    assert torch.equal(batch["ids"], windows(stream.tolist(), 100, 2)(3)["ids"])
+
+
+def test_windows_of_several_rows_or_of_no_ids_are_refused():
+    for stream in (np.zeros((4, 9), int), np.zeros(9)):
+        with pytest.raises(ValueError, match="one row of token ids"):
+            windows(stream, 4, 1)
+    with pytest.raises(ValueError, match="offsets = 'any'"):
+        windows(range(9), 4, 1, offsets="any")

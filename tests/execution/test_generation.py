@@ -187,6 +187,7 @@ def test_score_is_the_masked_pass_and_leaves_padding_out():
     padded = score(model, torch.nn.functional.pad(ids, (3, 0)), padding)
     assert not padded[:, :3].any()
     torch.testing.assert_close(padded[:, 3:], found)
+    assert torch.equal(score(model, torch.nn.functional.pad(ids, (3, 0)), padding.long()), padded)  # as tokenizers say it
 
 
 @pytest.mark.parametrize("config", [LLAMA, T5], ids=lambda c: c.name)

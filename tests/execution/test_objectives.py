@@ -154,3 +154,11 @@ def test_short_rows_are_corrupted_or_refused():
     assert batch["source"].shape[0] == 2 and (batch["source"] == 99).sum() == 2
     with pytest.raises(ValueError, match="1 tokens cannot be both kept and lost"):
         corrupting(padded([[7, 8]], 1), sentinel=99)(0)
+
+
+def test_a_mask_of_whole_numbers_is_a_mask():
+    """Tokenizers give ones and zeros, which as an index would pick the first two tokens again and again."""
+    batch = padded([[7, 8, 9], [7] * 12], 2)(0)
+    whole = batch | {"padding": batch["padding"].long()}
+    want, got = (corrupting(lambda step: given, sentinel=99)(0) for given in (batch, whole))
+    assert all(torch.equal(got[key], want[key]) for key in want)

@@ -1,11 +1,14 @@
 """Each optimizer is torch.optim's after 100 steps, in torch and in NumPy, and has the property it is named for."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
 from llmstack.execution.optimizers import (
     OPTIMIZERS,
+    ForTorch,
     adafactor,
     adam,
     adamw,
@@ -235,7 +238,58 @@ def test_the_norm_of_shards_is_the_norm_of_the_whole():
 def test_wrong_use_is_refused_with_its_reason():
     with pytest.raises(ValueError, match="lr = -1"):
         sgd({"w": np.ones(1)}, lr=-1)
-    with pytest.raises(ValueError, match="mapping"):
-        adam([torch.ones(1)])
+    with pytest.raises(ValueError, match="got nothing"):
+        adam([])
+    with pytest.raises(ValueError, match="dict.model.named_parameters.*got str"):
+        adam(["weight"])
     with pytest.raises(ValueError, match="positive"):
         clip_([np.ones(1)], 0)
+
+
+def test_clipping_a_models_parameters_scales_their_gradients():
+    """As users of PyTorch call it: the weights, and what has no gradient, stay."""
+    layer = torch.nn.Linear(3, 3)
+    layer.bias.requires_grad_(False)
+    before = [p.detach().clone() for p in layer.parameters()]
+    layer(torch.full((2, 3), 9.0)).sum().backward()
+    gradient = layer.weight.grad.clone()
+    assert clip_(layer.parameters(), 1.0) == pytest.approx(gradient.norm().item())
+    torch.testing.assert_close(layer.weight.grad, gradient / gradient.norm())
+    assert all(torch.equal(p, w) for p, w in zip(layer.parameters(), before))
+
+
+@pytest.mark.parametrize("make", [lambda x: torch.tensor(x, dtype=torch.float16), lambda x: np.array(x, np.float16)])
+def test_a_norm_of_sixteen_bits_does_not_overflow(make):
+    gradient = make([300.0, 400.0])
+    assert clip_([gradient], 5.0) == pytest.approx(500.0)
+    assert [float(g) for g in gradient] == pytest.approx([3.0, 4.0], rel=1e-3)
+
+
+def test_a_loaded_state_is_a_copy():
+    ours, theirs = weights(5), weights(5)
+    first, second = adam(ours, 0.1), adam(theirs, 0.1)
+    first.step(weights(6))
+    second.load_state_dict(first.state_dict())
+    kept = {key: copy.deepcopy(value) for key, value in first.state_dict().items()}
+    second.step(weights(7))
+    assert all(np.array_equal(first.state_dict()[key], value) for key, value in kept.items())
+
+
+def test_pytorchs_schedulers_move_the_rate():
+    """The same model under PyTorch's AdamW and ours, both under its one-cycle and its cosine schedule."""
+    for schedule in (
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+        lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+    ):
+        layers = [torch.nn.Linear(4, 2).double() for _ in range(2)]
+        layers[1].load_state_dict(layers[0].state_dict())
+        optimizers = [ForTorch(adamw(layers[0].parameters(), 0.1)), torch.optim.AdamW(layers[1].parameters(), 0.1)]
+        schedules = [schedule(optimizer) for optimizer in optimizers]
+        for step in range(6):
+            for layer, optimizer, scheduler in zip(layers, optimizers, schedules):
+                layer(torch.full((3, 4), 1.0 + step).double()).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
+            torch.testing.assert_close(layers[0].weight, layers[1].weight, rtol=1e-12, atol=0)

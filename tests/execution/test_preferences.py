@@ -274,6 +274,7 @@ def test_padding_changes_no_log_probability(rows):
     found = log_probs(model, b["ids"], b["padding"], b["response"])
     other = b["ids"].masked_fill(~b["padding"], 7)
     torch.testing.assert_close(found, log_probs(model, other, b["padding"], b["response"]))
+    assert torch.equal(found, log_probs(model, b["ids"], b["padding"].long(), b["response"].long()))
     assert (found[~b["response"]] == 0).all() and (found[b["response"]] < 0).all()
 
 

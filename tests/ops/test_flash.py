@@ -414,3 +414,10 @@ def test_kernels_run_natively(Dh, dtype):
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     for a, b in zip(got, (want, *gradients)):
         assert (a.cpu().double() - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.parametrize("starts", [[0, 3], [1, 5], [0, 4, 3, 5], [0]])
+def test_rows_that_no_packed_sequence_holds_are_refused(starts):
+    q = randn(5, 2, 16)
+    with pytest.raises(ValueError, match="rises from 0 to N = 5"):
+        varlen_torch(q, q, q, torch.tensor(starts))

@@ -83,11 +83,23 @@ def flash_triton(
 
 
 def flash_varlen_torch(q, k, v, cu_seqlens: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """Packed sequences one by one: q [N, H, Dh], k, v [N, K, Dh]; sequence b is rows cu_seqlens[b] to [b + 1]."""
+    """Packed sequences one by one: q [N, H, Dh], k, v [N, K, Dh]; sequence b is rows cu_seqlens[b] to [b + 1].
+
+    Raises ValueError where cu_seqlens does not rise from 0 to N.
+    """
+    _longest(cu_seqlens, len(q))
     heads = lambda x, a, b: x[a:b].transpose(0, 1)[None]  # [1, H, s, Dh]
     spans = pairwise(cu_seqlens.tolist())
     outs = [attention_torch(*(heads(x, a, b) for x in (q, k, v)), causal=causal)[0].transpose(0, 1) for a, b in spans]
     return torch.cat([q[:0], *outs])
+
+
+def _longest(cu_seqlens: torch.Tensor, N: int) -> int:
+    """The greatest length. Rows that no sequence holds are an error: they would be lost or left unwritten."""
+    lengths = cu_seqlens.diff().tolist()
+    if not lengths or cu_seqlens[0] != 0 or cu_seqlens[-1] != N or min(lengths) < 0:
+        raise ValueError(f"cu_seqlens [B + 1] rises from 0 to N = {N}, got {cu_seqlens.tolist()}")
+    return max(lengths)
 
 
 def flash_varlen_triton(q, k, v, cu_seqlens: torch.Tensor, causal: bool = False, longest: int = 0) -> torch.Tensor:
@@ -95,11 +107,7 @@ def flash_varlen_triton(q, k, v, cu_seqlens: torch.Tensor, causal: bool = False,
 
     Raises ValueError where cu_seqlens does not rise from 0 to N.
     """
-    if not longest:
-        lengths = cu_seqlens.diff().tolist()
-        if not lengths or cu_seqlens[0] != 0 or cu_seqlens[-1] != len(q) or min(lengths) < 0:
-            raise ValueError(f"cu_seqlens [B + 1] rises from 0 to N = {len(q)}, got {cu_seqlens.tolist()}")
-        longest = max(lengths)
+    longest = longest or _longest(cu_seqlens, len(q))
     return Flash.apply(q, k, v, None, dict(causal=causal, cu=cu_seqlens.to(torch.int32), longest=longest))[0]
 
 
