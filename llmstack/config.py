@@ -20,11 +20,18 @@ from typing import Any
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
 NORMS = ("layernorm", "rmsnorm", "deepnorm")
-NORM_PLACES = ("pre", "post", "none")
+NORM_PLACES = ("pre", "post", "branch", "none")
+QK_NORMS = ("none", "head", "whole")
 PLAIN_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 GATED_ACTIVATIONS = ("reglu", "geglu", "geglu_tanh", "swiglu")
 ROUTER_SCORES = ("softmax", "sigmoid")
 POSITIONS = ("learned", "sinusoidal", "rope", "alibi", "relative", "none")
+SCALINGS = {
+    "linear": "factor",
+    "dynamic": "factor, length",
+    "yarn": "factor, fast, slow, length, amplitude, truncate",
+    "longrope": "length, amplitude, short factors, long factors",
+}
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -34,7 +41,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one model. Encoder-decoder models have `n_layers` layers on each side.
+    """The shape of one model. An encoder-decoder's encoder has `n_layers` layers, its decoder `n_decoder_layers`.
 
     Raises ConfigError when a field breaks its rule.
     """
@@ -50,6 +57,7 @@ class ModelConfig:
     d_head: int = 0  # 0: d_model / n_heads
     d_ff: int = 0  # 0: 4 d_model
     max_seq_len: int = 2048
+    n_decoder_layers: int = 0  # of an encoder-decoder; 0: n_layers
 
     # a block
     norm: str = "rmsnorm"
@@ -57,6 +65,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
     norm_bias: bool = False
     activation: str = "swiglu"
+    qk_norm: str = "none"  # RMSNorm of queries and keys: of each head (Qwen3), or of all heads as one (OLMo-2)
+    residual_scale: float = 1.0  # on what a branch adds (Granite)
     parallel: bool = False  # attention and FFN read the same input (PaLM, GPT-J, Falcon)
     parallel_norms: int = 1  # norms in a parallel block: one shared, or one for each branch
     qkv_bias: bool = False
@@ -71,7 +81,9 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_dims: int = 0  # leading dimensions of a head that rotate; 0: all
     rope_interleaved: bool = False  # pairs (0,1)(2,3)… as in GPT-J and GGUF; otherwise halves (0,Dh/2)…
-    rope_scaling: tuple[float, float, float, int] | None = None  # Llama 3.1: factor, low, high, original length
+    rope_scaling: tuple | None = None  # Llama 3.1: factor, low, high, original length; others: ops/rope.py
+    nope_every: int = 0  # every n-th layer has no RoPE (SmolLM3: 4); 0: none is without
+    alibi_scaled: bool = False  # attention_scale multiplies ALiBi too, not the products alone (Falcon-RW)
     relative_buckets: int = 32
     relative_max_distance: int = 128
     position_offset: int = 0  # rows of the position table before position 0 (OPT: 2)
@@ -131,6 +143,7 @@ class ModelConfig:
         fill("d_head", self.d_model // max(self.n_heads, 1))
         fill("d_ff", 4 * self.d_model)
         fill("d_embedding", self.d_model)
+        fill("n_decoder_layers", self.n_layers)
         fill("d_expert", self.d_ff if self.n_experts else 0)
         fill("attention_scale", max(self.d_head, 1) ** -0.5)
         self._check()
@@ -155,19 +168,19 @@ class ModelConfig:
             if getattr(self, field) < 1:
                 self._refuse(field, "it must be at least 1")
         choices = {"kind": KINDS, "norm": NORMS, "norm_place": NORM_PLACES, "positions": POSITIONS}
+        choices |= {"qk_norm": QK_NORMS}
         choices |= {"activation": PLAIN_ACTIVATIONS + GATED_ACTIVATIONS, "router_score": ROUTER_SCORES}
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 self._refuse(field, f"it must be one of {', '.join(allowed)}")
         if self.n_heads % self.n_kv_heads:
             self._refuse("n_kv_heads", f"n_heads ({self.n_heads}) must divide by it: a group of queries shares one")
-        if self.positions == "rope" and (self.rope_dims or self.d_head) % 2:
+        if self.positions == "rope" and (self.qk_rope_head_dim or self.rope_dims or self.d_head) % 2:
             self._refuse("rope_dims" if self.rope_dims else "d_head", "RoPE rotates pairs, so it must be even")
         if self.rope_dims > self.d_head and not self.kv_lora_rank:
             self._refuse("rope_dims", f"a head has only d_head = {self.d_head} dimensions")
-        s = self.rope_scaling
-        if s is not None and not (isinstance(s, tuple) and len(s) == 4 and s[0] > 0 and s[1] < s[2] and s[3] > 0):
-            self._refuse("rope_scaling", "it is a tuple (factor, low, high, original length), low below high")
+        if self.rope_scaling is not None:
+            self._check_scaling(self.rope_scaling)
         if self.positions == "relative":
             if self.kind != "encoder-decoder":
                 self._refuse("positions", "only an encoder-decoder has T5's buckets; take 'alibi' or 'rope'")
@@ -194,6 +207,16 @@ class ModelConfig:
         if self.parallel_norms not in (1, 2):
             self._refuse("parallel_norms", "it must be 1 or 2")
 
+    def _check_scaling(self, scaling):
+        named = isinstance(scaling, tuple) and scaling and SCALINGS.get(scaling[0])
+        if named and len(scaling) != 1 + len(named.split(", ")):
+            self._refuse("rope_scaling", f"{scaling[0]!r} is followed by {named}")
+        if not named and not (isinstance(scaling, tuple) and len(scaling) == 4 and _llama3(*scaling)):
+            kinds = ", ".join(SCALINGS)
+            self._refuse(
+                "rope_scaling", f"it is (factor, low, high, original length), low below high, or {kinds} first"
+            )
+
     @property
     def gated(self) -> bool:
         """Whether the FFN has three matrices: act(x W) ⊙ (x V), then down."""
@@ -202,6 +225,10 @@ class ModelConfig:
     def windowed(self, layer: int) -> bool:
         """Whether a layer's attention is banded."""
         return bool(self.sliding_window) and layer % self.window_every == self.window_every - 1
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer turns its queries and keys, where positions are RoPE."""
+        return not self.nope_every or (layer + 1) % self.nope_every != 0
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's FFN is a mixture of experts."""
@@ -212,8 +239,9 @@ class ModelConfig:
         """The same model with some dials moved. Widths that follow d_model or n_heads by default follow again."""
         follows = {"d_head": ("d_model", "n_heads"), "d_ff": ("d_model",), "d_embedding": ("d_model",)}
         follows |= {"n_kv_heads": ("n_heads",), "attention_scale": ("d_head", "d_model", "n_heads")}
-        follows |= {"d_expert": ("d_ff", "d_model")}
+        follows |= {"d_expert": ("d_ff", "d_model"), "n_decoder_layers": ("n_layers",)}
         default = {"d_head": self.d_model // self.n_heads, "d_ff": 4 * self.d_model, "d_embedding": self.d_model}
+        default |= {"n_decoder_layers": self.n_layers}
         default |= {"n_kv_heads": self.n_heads, "attention_scale": self.d_head**-0.5, "d_expert": self.d_ff}
         for field, causes in follows.items():
             if field not in changes and any(c in changes for c in causes) and getattr(self, field) == default[field]:
@@ -259,6 +287,10 @@ def ffn_width(d_model: int, multiple_of: int = 256, multiplier: float = 1.0) -> 
     return multiple_of * -(-width // multiple_of)
 
 
+def _llama3(factor, low, high, length) -> bool:
+    return not isinstance(factor, str) and factor > 0 and low < high and length > 0
+
+
 def _only_fields(name: str, given: dict[str, Any]) -> None:
     known = [f.name for f in fields(ModelConfig)]
     if unknown := sorted(set(given) - set(known)):
@@ -293,7 +325,7 @@ def from_fields(name: str, values: dict[str, Any]) -> ModelConfig:
     """A config from a mapping, as a TOML table gives it; `family` and `published` are about the model, not dials."""
     dials = {k: v for k, v in values.items() if k not in ("family", "published", "note", "title")}
     if isinstance(dials.get("rope_scaling"), list):
-        dials["rope_scaling"] = tuple(dials["rope_scaling"])
+        dials["rope_scaling"] = tuple(tuple(x) if isinstance(x, list) else x for x in dials["rope_scaling"])
     _only_fields(name, dials)
     if missing := [f.name for f in fields(ModelConfig)[1:] if f.default is MISSING and f.name not in dials]:
         raise ConfigError(f"{name}: lacks {', '.join(missing)}")

@@ -30,7 +30,7 @@ def test_every_preset_builds():
         (dict(norm_eps="small"), "norm_eps", "a number"),
         (dict(kind="both"), "kind", "decoder, encoder, encoder-decoder"),
         (dict(norm="batchnorm"), "norm", "layernorm, rmsnorm, deepnorm"),
-        (dict(norm_place="middle"), "norm_place", "pre, post, none"),
+        (dict(norm_place="middle"), "norm_place", "pre, post, branch, none"),
         (dict(activation="swish"), "activation", "silu"),
         (dict(positions="absolute"), "positions", "learned"),
         (dict(d_head=15), "d_head", "even"),

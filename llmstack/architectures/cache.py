@@ -52,7 +52,9 @@ class ContiguousCache:
             heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
         else:
             heads, widths = config.n_kv_heads, (config.d_head, config.d_head)
-        room = lambda width: torch.zeros(config.n_layers, batch, heads, max_len, width, device=device, dtype=dtype)
+        room = lambda width: torch.zeros(
+            config.n_decoder_layers, batch, heads, max_len, width, device=device, dtype=dtype
+        )
         self.k, self.v = map(room, widths)  # [L, B, K, max_len, Dh]
         self.real = torch.zeros(batch, max_len, dtype=torch.bool, device=device)
         self.memories: dict[int, Pair] = {}

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
@@ -23,11 +25,12 @@ from llmstack.architectures.decoder import Decoder
 from llmstack.architectures.encoder import Encoder
 from llmstack.architectures.encoder_decoder import EncoderDecoder
 from llmstack.architectures.hf import OWN, CheckpointError, config_from_hf, config_to_hf, family
-from llmstack.architectures.hf_tensors import pieces
+from llmstack.architectures.hf_tensors import Piece, ends, pieces, twins
 from llmstack.architectures.ssm import Mamba
 from llmstack.config import ModelConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEADS = ("mlm.transform", "pooler", "nsp")  # of an encoder
 CLASSES = {"decoder": Decoder, "encoder": Encoder, "encoder-decoder": EncoderDecoder}
 CONVERT = (
     "transformers' AutoModel.from_pretrained(folder).save_pretrained(folder, safe_serialization=True), run where you "
@@ -43,50 +46,80 @@ def build(config: ModelConfig, seed: int = 0, device="cpu", dtype: torch.dtype =
         return (Mamba if config.d_state else CLASSES[config.kind])(config, seed).to(dtype)
 
 
-def load(path: str | Path, dtype: torch.dtype = torch.float32, device="cpu") -> nn.Module:
-    """The model in a folder. Raises FileNotFoundError or CheckpointError, each with what is wrong and the usual fix."""
-    folder = Path(path)
+def load(path: str | Path, dtype: torch.dtype | str = torch.float32, device="cpu") -> nn.Module:
+    """The model in a folder, in `dtype` or the one of that name ("bfloat16"). Where config.json and the tensors differ
+    on which tables are one, or on an encoder's heads, the tensors are believed. A folder that PEFT wrote (LoRA) is
+    loaded onto the base that it names.
+
+    Raises FileNotFoundError or CheckpointError, each with what is wrong and the usual fix.
+    """
+    folder, dtype = Path(path), _dtype(dtype)
+    if (folder / "adapter_config.json").is_file():
+        from llmstack.architectures.adapters import load_adapted
+
+        return load_adapted(folder, dtype, device)
     config, own = read_config(folder)
+    places = _places(folder, config, own)
+    config = _as_stored(folder, config, own, places)
     model = build(config, device="meta")
     mine = dict(model.named_parameters())  # tied ones once
     wanted = pieces(config, list(mine), own)
-    places = _places(folder, config, wanted, own)
     if missing := sorted(set(wanted) - set(places)):
         raise CheckpointError(
             f"{folder} lacks {_some(missing)}; the download is incomplete or config.json is another's"
         )
+    if left := set(places) - {*wanted, *twins(config, own), *ends(config, own)}:
+        names = sorted(places[name].name for name in left)
+        warnings.warn(f"{folder}: {_some(names)} left out; what loads is the encoder", stacklevel=2)
     state: dict[str, nn.Parameter] = {}
-    for file in sorted({file for file, _ in places.values()}):
-        with _open(folder / file) as shard:
-            for name in (n for n in wanted if places[n][0] == file):
-                parts = [mine[ours] for ours in wanted[name].ours]
-                if places[name][1] not in shard.keys():
-                    raise CheckpointError(
-                        f"{folder / file} has no {places[name][1]}; the index is another's, download both again"
-                    )
-                shape, want = shard.get_slice(places[name][1]).get_shape(), list(wanted[name].join(parts).shape)
-                if shape != want:
-                    raise CheckpointError(_mismatch(folder, config, name, shape, want))
-                whole = shard.get_tensor(places[name][1])
-                if not whole.is_floating_point():
-                    raise CheckpointError(
-                        f"{name} holds {whole.dtype} in {folder}, and weights are floating point; "
-                        "take the checkpoint from before it was quantised"
-                    )
-                for ours, tensor in zip(wanted[name].ours, wanted[name].split(whole, [len(p) for p in parts])):
-                    kept, at = tensor.to(device, dtype).contiguous(), wanted[name].expert
-                    if at is not None:  # one of the matrices that ours are stacked from
-                        room = (
-                            state[ours] if ours in state else torch.empty(mine[ours].shape, device=device, dtype=dtype)
-                        )
-                        room.data[at] = kept
-                        kept = room.data
-                    state[ours] = nn.Parameter(kept, requires_grad=mine[ours].requires_grad)
+    for file in sorted({places[name].file for name in wanted}):
+        with open_shard(folder / file) as shard:
+            for name in wanted:
+                if places[name].file == file:
+                    whole = _tensor(shard, folder, config, name, places[name], wanted[name], mine)
+                    _keep(state, wanted[name], whole.to(device, dtype), mine)
     first = {id(p): name for name, p in mine.items()}
     for name, p in model.named_parameters(remove_duplicate=False):
         state[name] = state[first[id(p)]]
     model.load_state_dict(state, assign=True)
     return model.eval()
+
+
+def _tensor(shard, folder: Path, config: ModelConfig, name: str, place: Place, piece: Piece, mine) -> Tensor:
+    """A stored tensor. Refuses one that is not there, of another shape, or quantised."""
+    if place.name not in shard.keys():
+        raise CheckpointError(f"{folder / place.file} has no {place.name}; the index is another's, download both again")
+    shape = shard.get_slice(place.name).get_shape()
+    want = list(piece.join([mine[ours] for ours in piece.ours]).shape)
+    if shape != want:
+        raise CheckpointError(_mismatch(folder, config, name, shape, want))
+    whole = shard.get_tensor(place.name)
+    if not whole.is_floating_point():
+        raise CheckpointError(
+            f"{name} holds {whole.dtype} in {folder}, and weights are floating point; "
+            "take the checkpoint from before it was quantised"
+        )
+    return whole
+
+
+def _keep(state: dict[str, nn.Parameter], piece: Piece, whole: Tensor, mine: dict[str, nn.Parameter]) -> None:
+    """Put a stored tensor where the model has it."""
+    rows = [len(mine[ours]) for ours in piece.ours]
+    for ours, tensor in zip(piece.ours, piece.split(whole, rows)):
+        if piece.expert is None:
+            state[ours] = nn.Parameter(tensor.contiguous(), requires_grad=mine[ours].requires_grad)
+            continue
+        if ours not in state:  # one of the matrices that ours are stacked from
+            room = torch.empty(mine[ours].shape, device=tensor.device, dtype=tensor.dtype)
+            state[ours] = nn.Parameter(room, requires_grad=mine[ours].requires_grad)
+        state[ours].data[piece.expert] = tensor
+
+
+def _dtype(name: torch.dtype | str) -> torch.dtype:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype = {name!r}, but weights are floating point: 'float32', 'bfloat16', 'float16'")
+    return dtype
 
 
 def save(model: nn.Module, path: str | Path, shard_bytes: float = 5e9) -> None:
@@ -102,14 +135,20 @@ def save(model: nn.Module, path: str | Path, shard_bytes: float = 5e9) -> None:
     if packed := [name for name, m in model.named_modules() if hasattr(m, "dequantise")]:
         raise ValueError(f"{packed[0]} holds its weight in few bits, which no checkpoint holds; put a linear there")
     folder.mkdir(parents=True, exist_ok=True)
-    raw = config_to_hf(model.config)
     mine = dict(model.named_parameters())
+    config = _as_held(model)
+    raw = config_to_hf(config)
+    own = raw["model_type"] == OWN
     if any(".qkv." in name for name in mine):
         raise ValueError("attention is fused, and checkpoints hold q, k and v apart; save the model before it is fused")
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
-    for name, piece in pieces(model.config, list(mine), raw["model_type"] == OWN).items():
+    stored = pieces(config, list(mine), own)
+    again = {} if config.tied else twins(config, own)  # an untied model's, transformers does not tie either
+    stored |= {twin: stored[name] for twin, name in again.items() if name in stored}
+    for name, piece in stored.items():
         whole = piece.join([mine[ours].detach() for ours in piece.ours]).cpu().contiguous()
+        whole = whole.clone() if name in again else whole
         if shards[-1] and whole.nbytes > room:
             shards, room = [*shards, {}], shard_bytes
         shards[-1][name], room = whole, room - whole.nbytes
@@ -131,6 +170,13 @@ def save(model: nn.Module, path: str | Path, shard_bytes: float = 5e9) -> None:
     _write(folder, files)
     for stale in sorted(old - {folder / name for name in files}):
         stale.unlink(missing_ok=True)
+
+
+def _as_held(model: nn.Module) -> ModelConfig:
+    """The model's config; tied where its head is the token table itself, whatever it was built as."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    head = every.get("mlm.head.weight", every.get("out.head.weight"))
+    return model.config if head is None else model.config.with_(tied=head is every["embed.tokens.weight"])
 
 
 def read_json(path: Path) -> dict:
@@ -157,37 +203,52 @@ def read_config(folder: Path) -> tuple[ModelConfig, bool]:
     return config_from_hf(raw, "" if own else raw.get("_name_or_path") or folder.name), own
 
 
-def _places(folder: Path, config: ModelConfig, wanted, own: bool) -> dict[str, tuple[str, str]]:
-    """Of every tensor that is wanted, the file and its name there. Refuses files that are missing or unknown."""
+@dataclass
+class Place:
+    """Where a tensor is: the file in the folder, and its name there."""
+
+    file: str
+    name: str
+
+
+def _stored(folder: Path) -> dict[str, str]:
+    """Of every tensor in the folder, its file. Refuses files that are missing or pickle."""
     if (folder / WHOLE).is_file():
-        with _open(folder / WHOLE) as file:
-            stored = dict.fromkeys(file.keys(), WHOLE)
-    elif (folder / INDEX).is_file():
-        stored = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(stored, dict):
-            raise CheckpointError(f"{folder / INDEX} has no weight_map, tensor -> file; download it again")
-        for name, file in stored.items():  # a file elsewhere is none of this checkpoint's, whoever wrote the index
-            if not isinstance(file, str) or file != re.split(r"[/\\]", file)[-1]:
-                raise CheckpointError(f"{folder / INDEX} names a file outside the folder: {name} -> {file!r}")
-        if gone := sorted({file for file in stored.values() if not (folder / file).is_file()}):
-            raise CheckpointError(
-                f"{folder / INDEX} names shards that are not there: {_some(gone)}; download them again"
-            )
-    elif pickles := sorted(p.name for end in ("bin", "pt", "pth", "ckpt") for p in folder.glob(f"*.{end}")):
+        with open_shard(folder / WHOLE) as file:
+            return dict.fromkeys(file.keys(), WHOLE)
+    if not (folder / INDEX).is_file():
+        pickles = sorted(p.name for end in ("bin", "pt", "pth", "ckpt") for p in folder.glob(f"*.{end}"))
+        if not pickles:
+            raise FileNotFoundError(f"{folder} has neither {WHOLE} nor {INDEX}")
         raise CheckpointError(
             f"{folder} has its weights as pickle ({_some(pickles)}), which is never opened; {CONVERT}"
         )
-    else:
-        raise FileNotFoundError(f"{folder} has neither {WHOLE} nor {INDEX}")
+    stored = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map, tensor -> file; download it again")
+    for name, file in stored.items():  # a file elsewhere is none of this checkpoint's, whoever wrote the index
+        if not isinstance(file, str) or file != re.split(r"[/\\]", file)[-1]:
+            raise CheckpointError(f"{folder / INDEX} names a file outside the folder: {name} -> {file!r}")
+    if gone := sorted({file for file in stored.values() if not (folder / file).is_file()}):
+        raise CheckpointError(f"{folder / INDEX} names shards that are not there: {_some(gone)}; download them again")
+    return stored
+
+
+def _places(folder: Path, config: ModelConfig, own: bool) -> dict[str, Place]:
+    """Where every tensor is that some model of this shape could hold. Refuses others, but for an encoder's tasks."""
     entry = {"prefix": "", "ignore": []} if own else family(config.model_type)
-    tied = ["lm_head.weight"] if config.tied else []
+    heads = {"mlm": True, "pooler": True} if config.kind == "encoder" and not own else {}
+    most = config.with_(tied=False, **heads)
+    names = [name for name, _ in build(most, device="meta").named_parameters()]
+    known = {*pieces(most, names, own), *twins(config, own)}
+    trunk = (entry["prefix"], "encoder.", "embeddings.")
     places, strange = {}, []
-    for name, file in stored.items():
+    for name, file in _stored(folder).items():
         today = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))  # BERT's first files
-        known = next((n for n in (today, entry["prefix"] + today) if n in wanted), None)
-        if known:
-            places[known] = (file, name)
-        elif not any(re.fullmatch(pattern, name) for pattern in [*entry["ignore"], *tied]):
+        full = today if today in known else entry["prefix"] + today
+        if full in known or (heads and not today.startswith(trunk)):
+            places[full] = Place(file, name)
+        elif not any(re.fullmatch(pattern, name) for pattern in entry["ignore"]):
             strange.append(name)
     if strange:
         raise CheckpointError(
@@ -197,7 +258,39 @@ def _places(folder: Path, config: ModelConfig, wanted, own: bool) -> dict[str, t
     return places
 
 
-def _open(path: Path):
+def _as_stored(folder: Path, config: ModelConfig, own: bool, places: dict[str, Place]) -> ModelConfig:
+    """The config with those tables tied that the folder holds once or twice alike, and an encoder's stored heads."""
+    for twin, name in twins(config, own).items():
+        if twin not in places:
+            continue
+        if config.kind == "encoder":  # of a bias under two names, transformers reads the head's own
+            places[name] = places[twin]
+        elif not _alike(folder, places, twin, name):
+            raise CheckpointError(
+                f"{twin} and {name} differ in {folder} (tie_word_embeddings in its config.json), and "
+                f"{config.model_type} has one table for both here; take a checkpoint in which they are one"
+            )
+    head, table = ends(config, own)
+    tied = config.tied or (not own and family(config.model_type)["always_tied"])
+    if head in places:
+        tied = config.tied and _alike(folder, places, head, table)
+    config = config.with_(tied=tied)
+    if config.kind != "encoder" or own:
+        return config
+    has = {ours: set(pieces(config, [f"{ours}.weight"], own)) <= set(places) for ours in HEADS}
+    mlm = config.mlm or has["mlm.transform"]
+    return config.with_(mlm=mlm, pooler=has["pooler"] and (has["nsp"] or not mlm))
+
+
+def _alike(folder: Path, places: dict[str, Place], twin: str, name: str) -> bool:
+    """Whether two names hold the same; of a tensor that only its twin holds, that is the place."""
+    one, two = places[twin], places.setdefault(name, places[twin])
+    with open_shard(folder / one.file) as first, open_shard(folder / two.file) as second:
+        return torch.equal(first.get_tensor(one.name), second.get_tensor(two.name))
+
+
+def open_shard(path: Path):
+    """An open safetensors file. Raises CheckpointError where it is damaged."""
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:

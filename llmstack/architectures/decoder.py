@@ -2,7 +2,8 @@
 
     ids [B, T] -> embed -> L blocks -> norm -> head -> logits [B, T, V]
 
-One class is GPT-1/2/3, Llama, Qwen2, PaLM, Mistral, OPT, BLOOM, Falcon, GPT-J and GPT-NeoX; `config` says which.
+One class is GPT-1/2/3, Llama, Qwen2 and 3, PaLM, Mistral, OPT, BLOOM, Falcon, GPT-J, GPT-NeoX, OLMo-2, Granite,
+SmolLM3 and Phi-3; `config` says which.
 """
 
 from __future__ import annotations

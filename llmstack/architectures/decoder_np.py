@@ -18,7 +18,7 @@ from llmstack.ops.layernorm import layernorm_np
 from llmstack.ops.linear import linear_np
 from llmstack.ops.positions import alibi_slopes_np
 from llmstack.ops.rmsnorm import rmsnorm_np
-from llmstack.ops.rope import rope_frequencies, rope_np
+from llmstack.ops.rope import rope_amplitude, rope_frequencies, rope_np
 
 Weights = dict[str, np.ndarray]
 
@@ -34,8 +34,11 @@ def forward(ids: np.ndarray, w: Weights, config: ModelConfig, block: int = 128) 
     Raises ConfigError for what is not written out here.
     """
     other = config.n_experts or config.kv_lora_rank or config.d_state or config.d_embedding != config.d_model
-    if other or config.norm == "deepnorm" or config.norm_place == "none" or config.positions == "sinusoidal":
-        lacks = "DeepNorm, blocks without norms, sinusoids, a narrow embedding, experts, latent attention nor d_state"
+    branch = config.qk_norm != "none" or config.residual_scale != 1.0 or config.norm_place in ("none", "branch")
+    other = other or branch or config.nope_every or config.norm == "deepnorm" or config.positions == "sinusoidal"
+    if other:
+        lacks = "DeepNorm, QK-norm, blocks without norms or with scaled or normed branches, sinusoids, layers without "
+        lacks += "RoPE, a narrow embedding, experts, latent attention nor d_state"
         raise ConfigError(f"{config.name}: the NumPy decoder has neither {lacks}")
     x = embedding_np(ids, w["embed.tokens.weight"]) * np.float32(config.embedding_scale)  # [B, T, D]
     positions = np.arange(ids.shape[1])
@@ -69,16 +72,19 @@ def _attention(x: np.ndarray, w: Weights, at: str, layer: int, config: ModelConf
     split = lambda y: y.reshape(B, T, y.shape[-1] // config.d_head, config.d_head).swapaxes(1, 2)  # [B, heads, T, Dh]
     q, k, v = (split(_linear(x, w, f"{at}.{name}")) for name in "qkv")
     if config.positions == "rope":
-        turns = rope_frequencies(config.rope_dims or config.d_head, config.rope_theta, config.rope_scaling).numpy()
-        angle = np.arange(T, dtype=np.float32)[:, None] * turns  # [T, rotated dims / 2]
-        q, k = (rope_np(y, np.cos(angle), np.sin(angle), config.rope_interleaved) for y in (q, k))
+        rotated, scaling = config.rope_dims or config.d_head, config.rope_scaling
+        angle = (
+            np.arange(T, dtype=np.float32)[:, None] * rope_frequencies(rotated, config.rope_theta, scaling, T).numpy()
+        )
+        turn = (rope_amplitude(scaling) * np.cos(angle), rope_amplitude(scaling) * np.sin(angle))  # [T, rotated / 2]
+        q, k = (rope_np(y, *turn, config.rope_interleaved) for y in (q, k))
     window = config.sliding_window if config.windowed(layer) else T
     out = np.empty_like(q)  # [B, H, T, Dh]
     for start in range(0, T, block):  # queries start to stop see no key after stop, so none is multiplied
         stop, first = min(start + block, T), max(0, start - window + 1)
         back = np.arange(start, stop)[:, None] - np.arange(first, stop)  # [block, keys]: query minus key
         bias = -alibi_slopes_np(config.n_heads)[:, None, None] * back if config.positions == "alibi" else None
-        bias = None if bias is None else bias.astype(x.dtype)
+        bias = None if bias is None else bias.astype(x.dtype) * (config.attention_scale if config.alibi_scaled else 1)
         mask, seen = (back >= 0) & (back < window), slice(first, stop)
         out[:, :, start:stop] = attention_np(
             q[:, :, start:stop], k[:, :, seen], v[:, :, seen], mask, bias, config.attention_scale

@@ -29,9 +29,8 @@ class Stack(nn.Module):
     def __init__(self, config: ModelConfig, side: str):
         super().__init__()
         self.config, self.causal = config, side == "decoder"
-        self.blocks = nn.ModuleList(
-            Block(config, layer, cross=self.causal, side=side) for layer in range(config.n_layers)
-        )
+        layers = range(config.n_decoder_layers if self.causal else config.n_layers)
+        self.blocks = nn.ModuleList(Block(config, layer, cross=self.causal, side=side) for layer in layers)
         self.norm = Norm(config) if config.final_norm else None
         relative = config.positions == "relative"
         self.buckets = nn.Embedding(config.relative_buckets, config.n_heads) if relative else None

@@ -12,7 +12,7 @@ from llmstack.architectures.layers import Norm, Pass
 from llmstack.config import ModelConfig
 from llmstack.ops.embedding import check_ids as check_rows
 from llmstack.ops.positions import alibi_slopes, sinusoidal
-from llmstack.ops.rope import rope_frequencies, rope_tables
+from llmstack.ops.rope import GROWING, rope_amplitude, rope_frequencies, rope_tables
 
 
 class Embedding(nn.Module):
@@ -111,13 +111,14 @@ def prepare(
     if config.sliding_window:
         now.band = (allowed & (back < config.sliding_window))[:, None]
     if config.positions == "alibi":
-        now.bias = (
-            -alibi_slopes(config.n_heads).to(ids.device)[:, None, None] * back.abs()[:, None]
-        )  # [B or 1, H, T, S]
+        slopes = alibi_slopes(config.n_heads).to(ids.device) * (config.attention_scale if config.alibi_scaled else 1)
+        now.bias = -slopes[:, None, None] * back.abs()[:, None]  # [B or 1, H, T, S]
     if config.positions == "rope":
         rotated = config.qk_rope_head_dim or config.rope_dims or config.d_head
-        turns = rope_frequencies(rotated, config.rope_theta, config.rope_scaling)
-        now.rotation = rope_tables(queries, turns.to(ids.device))
+        scaling = config.rope_scaling
+        grows = scaling and scaling[0] in GROWING and not queries.is_meta
+        turns = rope_frequencies(rotated, config.rope_theta, scaling, int(queries.max()) + 1 if grows else 0)
+        now.rotation = rope_tables(queries, turns, rope_amplitude(scaling))
     return now, queries
 
 

@@ -9,12 +9,14 @@ are, under model_type "llmstack", and its tensors under our names.
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 from llmstack import facts
 from llmstack.config import ModelConfig, from_fields
+from llmstack.ops.rope import yarn_mscale
 
 OWN = "llmstack"
 PLAIN = dict(relu="relu", gelu="gelu", gelu_new="gelu_tanh", gelu_pytorch_tanh="gelu_tanh", silu="silu", swish="silu")
@@ -38,7 +40,8 @@ def family(model_type: str) -> dict[str, Any]:
     base = (
         family(own["like"])
         if "like" in own
-        else {"prefix": "", "grouped": False, "conv1d": False, "gated": False, "ignore": []}
+        else {"prefix": "", "grouped": False, "conv1d": False, "gated": False, "ignore": [], "always_tied": False}
+        | {"shared": {}, "only": {}, "aliases": {}}
     )
     merge = lambda name, value: {**base.get(name, {}), **value} if isinstance(value, dict) else value
     return {**base, **{name: merge(name, value) for name, value in own.items()}}
@@ -52,6 +55,8 @@ def config_from_hf(raw: dict[str, Any], name: str = "") -> ModelConfig:
         dials = {f.name: raw[f.name] for f in fields(ModelConfig) if f.name in raw and f.name != "name"}
         return from_fields(raw.get("name", name), dials | {"model_type": raw.get("layout", OWN)})
     entry = family(kind if isinstance(kind, str) else str(kind))
+    raw = raw | {key: raw[other] for other, key in entry["aliases"].items() if raw.get(other) is not None}
+    _agree(raw, {"quantization_config": None} | entry["only"])
     keys = {dial: key for dial, key in entry["keys"].items() if key}
     dials = entry["dials"] | {dial: raw[key] for dial, key in keys.items() if raw.get(key) is not None}
     for dial in ("d_model", "n_layers", "n_heads", "vocab_size"):
@@ -83,7 +88,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
             raw |= _write_rope(config)
         raw |= WRITE.get(config.model_type, lambda config: {})(config)
         try:
-            same = config_from_hf(raw, config.name).with_(source=config.source) == config
+            back = config_from_hf(raw, config.name)  # a head that is stored need not be tied, whatever the flag says
+            same = back.with_(source=config.source, tied=back.tied and config.tied) == config
         except ValueError:
             same = False
         if same:
@@ -98,39 +104,97 @@ def _activation(name: str, names: dict[str, str]) -> str:
     return names[name]
 
 
-def _agree(raw: dict, *pairs: tuple[str, Any]) -> None:
-    for key, want in pairs:
-        if raw.get(key, want) not in (want, None):
-            raise CheckpointError(f"{key} = {raw[key]!r} in config.json; only {want!r} is supported")
+def _agree(raw: dict, only: dict[str, Any]) -> None:
+    """Refuse a key with a value that no dial here can say; one that is not there, or null, has the usual value."""
+    for key, want in only.items():
+        if raw.get(key) not in (want, None):
+            raise CheckpointError(
+                f"{key} = {raw[key]!r} in config.json of a {raw.get('model_type')} model; only {want!r} is supported, "
+                f"and the families are {', '.join(facts.table('layouts'))}"
+            )
 
 
-def _read_rope(raw: dict) -> dict:
-    """transformers 5 writes rope_parameters, older files rope_theta and rope_scaling."""
+def _rope_of(raw: dict) -> dict[str, Any]:
+    """What is said of RoPE: transformers 5 writes rope_parameters, older files rope_theta and rope_scaling."""
     at: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(key) or {}, dict):
             raise CheckpointError(f"{key} = {raw[key]!r} in config.json, but it must be an object {{…}} or null")
         at |= raw.get(key) or {}
+    return at
+
+
+def _read_rope(raw: dict) -> dict:
+    at = _rope_of(raw)
     kind = at.get("rope_type") or at.get("type") or "default"
-    if kind not in ("default", "llama3"):
-        raise CheckpointError(f"rope_type {kind!r} is not supported; 'default' and 'llama3' are")
-    theta = at.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base") or 10000.0
-    dials: dict[str, Any] = {"rope_theta": float(theta)}
-    if kind == "llama3":
-        dials["rope_scaling"] = (*(float(at[key]) for key in SCALING[:3]), int(at[SCALING[3]]))
-    share = at.get("partial_rotary_factor", 0.25 if raw["model_type"] == "gpt_neox" else 1.0)
-    share = raw.get("rotary_pct", share)
-    if share != 1.0:
-        dials["rope_dims"] = int(share * (raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]))
+    kind = "longrope" if kind == "su" else kind  # Phi-3's first name of it
+    theta = at.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base")
+    dials: dict[str, Any] = {"rope_theta": float(theta)} if theta else {}
+    if kind not in ("default", *SCALED):
+        raise CheckpointError(f"rope_type {kind!r} is not supported; default, {', '.join(SCALED)} are")
+    if kind != "default":
+        at["length"] = int(raw.get("original_max_position_embeddings") or at.get(LENGTH) or raw[MOST])
+        dials["rope_scaling"] = SCALED[kind](at, raw)
+    share = at.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if raw["model_type"] == "phi3":
+        dials["rope_dims"] = int(share * (raw["hidden_size"] // raw["num_attention_heads"]))
+    elif raw["model_type"] == "gpt_neox":
+        share = raw.get("rotary_pct", at.get("partial_rotary_factor", 0.25))
+        dials["rope_dims"] = int(share * (raw["hidden_size"] // raw["num_attention_heads"]))
+    elif kind != "default":  # unscaled, transformers does not read it
+        _agree({"partial_rotary_factor": share}, {"partial_rotary_factor": 1.0})
     return dials
+
+
+def _yarn(at: dict, raw: dict) -> tuple:
+    """YaRN as (name, factor, fast, slow, length, amplitude, truncate); DeepSeek gives the amplitude as two mscales."""
+    factor = float(at.get("factor") or raw[MOST] / at["length"])
+    scale, whole = at.get("mscale"), at.get("mscale_all_dim")
+    if scale and whole:
+        amplitude = yarn_mscale(factor, scale) / yarn_mscale(factor, whole)
+    else:
+        amplitude = yarn_mscale(factor)
+    fast, slow = float(at.get("beta_fast") or 32), float(at.get("beta_slow") or 1)
+    return ("yarn", factor, fast, slow, at["length"], at.get("attention_factor") or amplitude, at.get("truncate", True))
+
+
+def _longrope(at: dict, raw: dict) -> tuple:
+    factor = at.get("factor") or raw[MOST] / at["length"]
+    amplitude = math.sqrt(1 + math.log(factor) / math.log(at["length"])) if factor > 1 else 1.0
+    short, long = (tuple(float(f) for f in at[f"{name}_factor"]) for name in ("short", "long"))
+    return ("longrope", at["length"], at.get("attention_factor") or amplitude, short, long)
+
+
+LENGTH, MOST = "original_max_position_embeddings", "max_position_embeddings"
+SCALED = {
+    "llama3": lambda at, raw: (*(float(at[key]) for key in SCALING[:3]), at["length"]),
+    "linear": lambda at, raw: ("linear", float(at["factor"])),
+    "dynamic": lambda at, raw: ("dynamic", float(at["factor"]), int(raw[MOST])),
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+WRITTEN = {  # the keys of each kind's numbers, in their order
+    "linear": ("factor",),
+    "dynamic": ("factor", LENGTH),
+    "yarn": ("factor", "beta_fast", "beta_slow", LENGTH, "attention_factor", "truncate"),
+    "longrope": (LENGTH, "attention_factor", "short_factor", "long_factor"),
+}
 
 
 def _write_rope(config: ModelConfig) -> dict:
     turns: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling:
-        turns |= {"rope_type": "llama3", **dict(zip(SCALING, config.rope_scaling))}
-    if config.model_type == "gpt_neox":
+    scaling = config.rope_scaling or ()
+    if scaling and scaling[0] in WRITTEN:
+        turns |= {"rope_type": scaling[0], **dict(zip(WRITTEN[scaling[0]], scaling[1:]))}
+    elif scaling:
+        turns |= {"rope_type": "llama3", **dict(zip(SCALING, scaling))}
+    if config.model_type in ("gpt_neox", "phi3"):
         turns["partial_rotary_factor"] = (config.rope_dims or config.d_head) / config.d_head
+    if (
+        config.kv_lora_rank and scaling and scaling[0] == "yarn"
+    ):  # DeepSeek's scale of attention, as _read_deepseek reads
+        more = (config.attention_scale * config.d_head**0.5) ** 0.5 - 1
+        turns["mscale_all_dim"] = round(more / (0.1 * math.log(scaling[1])), 9)
     old = {"rope_theta": config.rope_theta}
     if config.rope_scaling:
         old["rope_scaling"] = {key: value for key, value in turns.items() if key != "rope_theta"}
@@ -138,24 +202,28 @@ def _write_rope(config: ModelConfig) -> dict:
 
 
 def _read_falcon(raw: dict) -> dict:
-    _agree(raw, ("alibi", False))
     new, one_head = raw.get("new_decoder_architecture", False), raw.get("multi_query", True)
     shared = (raw.get("num_kv_heads") or raw["num_attention_heads"]) if new or not one_head else 1
     norms = (raw.get("num_ln_in_parallel_attn") or 2) if new else 1
     bias = raw.get("bias", False)
     dials = dict(n_kv_heads=shared, parallel_norms=norms, parallel=new or raw.get("parallel_attn", True))
+    dials |= dict(positions="alibi", alibi_scaled=True) if raw.get("alibi") else {}
     return dials | dict(qkv_bias=bias, out_bias=bias, ffn_bias=bias)
 
 
 def _write_falcon(config: ModelConfig) -> dict:
     new = config.parallel and (config.parallel_norms == 2 or config.n_kv_heads not in (1, config.n_heads))
-    raw = dict(alibi=False, new_decoder_architecture=new, num_kv_heads=config.n_kv_heads, bias=config.qkv_bias)
+    raw = dict(
+        alibi=config.positions == "alibi",
+        new_decoder_architecture=new,
+        num_kv_heads=config.n_kv_heads,
+        bias=config.qkv_bias,
+    )
     raw |= dict(multi_query=config.n_kv_heads == 1 and not new, parallel_attn=config.parallel)
     return raw | (dict(num_ln_in_parallel_attn=config.parallel_norms) if new else {})
 
 
 def _read_bert(raw: dict) -> dict:
-    _agree(raw, ("position_embedding_type", "absolute"))
     cls = (raw.get("architectures") or ["Model"])[0]
     mlm = cls.endswith(("ForMaskedLM", "ForPreTraining"))
     tasks = raw.get("task_type_vocab_size", 3) if raw.get("use_task_id") else 0
@@ -171,31 +239,37 @@ def _write_bert(config: ModelConfig) -> dict:
 
 
 def _read_t5(raw: dict) -> dict:
-    _agree(raw, ("num_decoder_layers", raw["num_layers"]))
     gate, _, name = raw.get("feed_forward_proj", "relu").rpartition("-")
-    name = "gelu_new" if gate and name == "gelu" else name
-    tied = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings", True))
-    return dict(
-        activation=_activation(name, GATED if gate else PLAIN),
-        tied=tied,
-        head_scale=raw["d_model"] ** -0.5 if tied else 1.0,
-    )
+    name = raw.get("dense_act_fn", "gelu_new" if gate and name == "gelu" else name)
+    gate = raw.get("is_gated_act", gate)
+    tied = raw.get("tie_word_embeddings", True)
+    scaled = raw.get("scale_decoder_outputs", tied)  # files of before transformers 5 say it by the tie
+    scale = raw["d_model"] ** -0.5 if scaled else 1.0
+    depth = raw.get("num_decoder_layers") or raw["num_layers"]
+    activation = _activation(name, GATED if gate else PLAIN)
+    return dict(activation=activation, tied=tied, head_scale=scale, n_decoder_layers=depth)
 
 
 def _write_t5(config: ModelConfig) -> dict:
     names = {"geglu_tanh": "gated-gelu", "reglu": "gated-relu", "swiglu": "gated-silu", "gelu_tanh": "gelu_new"}
-    raw = dict(num_decoder_layers=config.n_layers, feed_forward_proj=names.get(config.activation, config.activation))
-    return raw | dict(tie_word_embeddings=config.tied, is_encoder_decoder=True, decoder_start_token_id=0)
+    raw = dict(
+        num_decoder_layers=config.n_decoder_layers, feed_forward_proj=names.get(config.activation, config.activation)
+    )
+    raw |= dict(tie_word_embeddings=config.tied, scale_decoder_outputs=config.head_scale != 1.0)
+    return raw | dict(is_encoder_decoder=True, decoder_start_token_id=0)
 
 
 def _read_sides(raw: dict) -> dict:
-    for key in ("layers", "attention_heads", "ffn_dim"):
-        _agree(raw, (f"decoder_{key}", raw[f"encoder_{key}"]))
-    return dict(embedding_scale=raw["d_model"] ** 0.5 if raw.get("scale_embedding") else 1.0)
+    _agree(raw, {f"decoder_{key}": raw[f"encoder_{key}"] for key in ("attention_heads", "ffn_dim")})
+    scaled = raw.get("scale_embedding") and raw["model_type"] != "whisper"  # which has the key and does not read it
+    scale = raw["d_model"] ** 0.5 if scaled else 1.0
+    return dict(embedding_scale=scale, n_decoder_layers=raw.get("decoder_layers", raw["encoder_layers"]))
 
 
 def _write_sides(config: ModelConfig) -> dict:
-    raw = dict(decoder_layers=config.n_layers, decoder_attention_heads=config.n_heads, decoder_ffn_dim=config.d_ff)
+    raw = dict(
+        decoder_layers=config.n_decoder_layers, decoder_attention_heads=config.n_heads, decoder_ffn_dim=config.d_ff
+    )
     last = (
         config.vocab_size - 1
     )  # Marian pads and starts with its last token; a default beyond the vocabulary is refused
@@ -205,14 +279,13 @@ def _write_sides(config: ModelConfig) -> dict:
 
 
 def _read_mamba(raw: dict) -> dict:
-    _agree(raw, ("use_bias", False), ("use_conv_bias", True))
+    _agree(raw, {"intermediate_size": raw.get("expand", 2) * raw["hidden_size"]})
     if not raw["state_size"]:
         raise CheckpointError(f"state_size = {raw['state_size']!r} in config.json; a mamba model has 1 state or more")
     return dict(dt_rank=-(-raw["hidden_size"] // 16)) if raw.get("time_step_rank") == "auto" else {}
 
 
 def _read_opt(raw: dict) -> dict:
-    _agree(raw, ("layer_norm_elementwise_affine", True), ("enable_bias", True))
     before = raw.get("do_layer_norm_before", True)
     return dict(norm_place="pre" if before else "post", final_norm=before and not raw.get("_remove_final_layer_norm"))
 
@@ -224,11 +297,19 @@ def _read_mixtral(raw: dict) -> dict:
 def _read_deepseek(raw: dict) -> dict:
     v3 = raw["model_type"] == "deepseek_v3"
     heads = raw["num_attention_heads"]
-    _agree(raw, ("num_key_value_heads", heads), ("attention_bias", False), ("norm_topk_prob", v3))
+    _agree(raw, {"num_key_value_heads": heads})
     limited = v3 or raw.get("topk_method", "greedy") == "group_limited_greedy"
     groups = (raw.get("n_group") or 1, raw.get("topk_group") or 1) if limited else (1, 1)
     sizes = {key: raw.get(key, default) for key, default in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64))}
-    dials = dict(router_groups=groups[0], router_groups_kept=groups[1], d_head=sum(sizes.values()))
+    at = _rope_of(raw)
+    if at.get("mscale_all_dim") and (at.get("rope_type") or at.get("type")) == "yarn":
+        more = yarn_mscale(float(at["factor"]), at["mscale_all_dim"])
+        sizes["attention_scale"] = more * more * sum(sizes.values()) ** -0.5
+    dials = dict(
+        router_groups=groups[0],
+        router_groups_kept=groups[1],
+        d_head=sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"],
+    )
     return dials | dict(q_lora_rank=raw.get("q_lora_rank", 1536) or 0, **sizes)
 
 
@@ -239,8 +320,27 @@ def _write_deepseek(config: ModelConfig) -> dict:
     return raw | ({} if v3 else dict(topk_method="group_limited_greedy" if grouped else "greedy"))
 
 
+def _read_granite(raw: dict) -> dict:
+    return dict(head_scale=1 / raw.get("logits_scaling", 1.0))
+
+
+def _read_smollm3(raw: dict) -> dict:
+    every, layers = raw.get("no_rope_layer_interval", 4), raw["num_hidden_layers"]
+    _agree(raw, {"no_rope_layers": [int((layer + 1) % every != 0) for layer in range(layers)]})
+    return dict(nope_every=every)
+
+
+def _read_mt5(raw: dict) -> dict:
+    return _read_t5({"feed_forward_proj": "gated-gelu"} | raw) | dict(head_scale=1.0)
+
+
+def _read_roberta(raw: dict) -> dict:
+    return _read_bert(raw) | dict(max_seq_len=raw[MOST] - 2)  # rows 0 and 1 stand for padding
+
+
 def _read_switch(raw: dict) -> dict:
     layers = raw["num_layers"]
+    _agree(raw, {"num_decoder_layers": layers})
     sparse = [raw.get(f"num_sparse_{side}_layers", 3) for side in ("encoder", "decoder")]
     every = layers // sparse[0] if sparse[0] else 0
     if every not in (1, 2) or sparse[0] != sparse[1]:
@@ -248,7 +348,6 @@ def _read_switch(raw: dict) -> dict:
             f"num_sparse_encoder_layers, num_sparse_decoder_layers = {sparse} of {layers} layers; only all layers or "
             "every second one, on both sides alike, can have experts"
         )
-    _agree(raw, ("num_decoder_layers", layers), ("router_bias", False))
     activation = _activation(raw.get("dense_act_fn", "relu"), PLAIN)
     tied = raw.get("tie_word_embeddings", True)
     scale = raw["d_model"] ** -0.5 if tied else 1.0
@@ -258,15 +357,13 @@ def _read_switch(raw: dict) -> dict:
 def _write_switch(config: ModelConfig) -> dict:
     sparse = config.n_layers // config.expert_every
     raw = dict(num_sparse_encoder_layers=sparse, num_sparse_decoder_layers=sparse, num_decoder_layers=config.n_layers)
-    raw |= dict(dense_act_fn=config.activation, tie_word_embeddings=config.tied, is_encoder_decoder=True)
+    raw |= dict(dense_act_fn=config.activation, tie_word_embeddings=config.head_scale != 1.0, is_encoder_decoder=True)
     return raw | dict(decoder_start_token_id=0)
 
 
 READ = {
     "mamba": _read_mamba,
-    "qwen2": lambda raw: _agree(raw, ("use_sliding_window", False)) or {},
     "openai-gpt": lambda raw: {"activation": _activation(raw.get("afn", "gelu"), GPT1)},
-    "bloom": lambda raw: _agree(raw, ("apply_residual_connection_post_layernorm", False)) or {},
     "opt": _read_opt,
     "falcon": _read_falcon,
     "bert": _read_bert,
@@ -275,12 +372,21 @@ READ = {
     "marian": _read_sides,
     "whisper": _read_sides,
     "mixtral": _read_mixtral,
+    "granite": _read_granite,
+    "smollm3": _read_smollm3,
+    "mt5": _read_mt5,
+    "roberta": _read_roberta,
     "deepseek_v2": _read_deepseek,
     "deepseek_v3": _read_deepseek,
     "switch_transformers": _read_switch,
 }
 WRITE = {
     "mistral": lambda config: {"sliding_window": config.sliding_window or None},
+    "smollm3": lambda config: {"pad_token_id": None},
+    "granite": lambda config: {"logits_scaling": 1 / config.head_scale},
+    "phi3": lambda config: {"sliding_window": config.sliding_window or None, "pad_token_id": None},
+    "mt5": _write_t5,
+    "roberta": lambda config: _write_bert(config) | {MOST: config.max_seq_len + 2},
     "openai-gpt": lambda config: {"afn": {"gelu_tanh": "gelu"}.get(config.activation, config.activation)},
     "gptj": lambda config: {"rotary_dim": config.rope_dims or config.d_head},
     "opt": lambda config: {"do_layer_norm_before": config.norm_place == "pre"},

@@ -52,7 +52,7 @@ def pieces(config: ModelConfig, names: list[str], own: bool) -> dict[str, Piece]
     entry, out = family(config.model_type), {}
     top = {ours: theirs.replace("{}", entry["prefix"]) for ours, theirs in entry["top"].items()}
     inner = dict(entry["inner"])
-    if config.gated and config.model_type == "t5":
+    if config.gated and config.model_type in ("t5", "mt5"):
         inner |= {f"{side}.ffn.up": inner[f"{side}.ffn.up"] + "_1" for side in ("encoder", "decoder")}
     if config.model_type == "falcon" and config.parallel and config.parallel_norms == 2:
         inner |= {"norm1": "ln_attn", "norm2": "ln_mlp"}
@@ -73,3 +73,15 @@ def pieces(config: ModelConfig, names: list[str], own: bool) -> dict[str, Piece]
         piece = out.setdefault(theirs, Piece([], entry["conv1d"], config.n_kv_heads if entry["grouped"] else 0))
         piece.ours.append(name)
     return out
+
+
+def ends(config: ModelConfig, own: bool) -> tuple[str, str]:
+    """The stored names of the head and of the token table."""
+    head = "mlm.head.weight" if config.kind == "encoder" else "out.head.weight"
+    return next(iter(pieces(config, [head], own))), next(iter(pieces(config, ["embed.tokens.weight"], own)))
+
+
+def twins(config: ModelConfig, own: bool) -> dict[str, str]:
+    """Names under which a file may hold a tensor a second time, besides the head's: that name -> the tensor's."""
+    entry = {} if own else family(config.model_type)["shared"]
+    return {twin: name for twin, name in entry.items() if name}

@@ -4,6 +4,7 @@ The dials of a ModelConfig choose among the variants, so one Block is GPT-2's, L
 
     pre         x + f(n(x))             GPT-2, Llama, T5        the identity path is never normalised
     post        n(x + f(x))             2017, GPT-1, BERT       every layer's output is
+    branch      x + n(f(x))             OLMo-2                  what a branch adds is
     deepnorm    n(α x + f(x))           Wang et al. 2022, arXiv:2203.00555, fig. 2
     parallel    x + a(n(x)) + f(n(x))   GPT-J, PaLM, Falcon     both halves read the same input
 """
@@ -74,6 +75,9 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.d_model, shared, bias=config.qkv_bias)
         self.o = nn.Linear(inner, config.d_model, bias=config.out_bias)
         self.qkv: nn.Linear | None = None
+        normed = config.qk_norm != "none" and not cross
+        self.q_norm = Norm(config, config.d_head if config.qk_norm == "head" else inner) if normed else None
+        self.k_norm = Norm(config, config.d_head if config.qk_norm == "head" else shared) if normed else None
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of x [B, T, D], heads side by side."""
@@ -103,8 +107,13 @@ class Attention(nn.Module):
             k, v = now.cache.memory(self.layer, make) if now.cache is not None else make()
             out = attention_torch(q, k, v, mask=now.memory_mask, scale=scale)
         else:
-            q, k, v = (split(y) for y in self.project(x))
-            if now.rotation is not None:
+            q, k, v = self.project(x)
+            if self.config.qk_norm == "whole":
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = split(q), split(k), split(v)
+            if self.config.qk_norm == "head":
+                q, k = self.q_norm(q), self.k_norm(k)
+            if now.rotation is not None and self.config.rotates(self.layer):
                 q, k = (rope_torch(y, *now.rotation, interleaved=self.config.rope_interleaved) for y in (q, k))
             banded = self.config.windowed(self.layer)
             how = dict(mask=now.band if banded else now.mask, bias=now.bias, scale=scale)
@@ -137,8 +146,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0, cross: bool = False, side: str = ""):
         super().__init__()
-        self.place, self.parallel = config.norm_place, config.parallel
-        self.alpha = deepnorm_constants(config.n_layers, config.kind, side or "encoder")[0]
+        self.place, self.parallel, self.scale = config.norm_place, config.parallel, config.residual_scale
+        self.alpha = deepnorm_constants(config.n_layers, config.kind, side or "encoder", config.n_decoder_layers)[0]
         normed = self.place != "none"
         self.attention = LatentAttention(config, layer) if config.kv_lora_rank else Attention(config, layer)
         self.norm1 = Norm(config) if normed else None
@@ -157,7 +166,10 @@ class Block(nn.Module):
             return x + f(x)
         if norm.kind == "deepnorm":
             return deepnorm_torch(x, f(x), norm.weight, norm.bias, self.alpha, norm.eps)
-        return x + f(norm(x)) if self.place == "pre" else norm(x + f(x))
+        if self.place == "post":
+            return norm(x + f(x))
+        branch = f(norm(x)) if self.place == "pre" else norm(f(x))
+        return x + (branch if self.scale == 1.0 else branch * self.scale)
 
     def forward(self, x: Tensor, now: Pass) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
@@ -212,7 +224,11 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
 def deepnorm_std(path: str, module: nn.Linear, config: ModelConfig) -> float:
     """Xavier's spread, with gain β but for the query and the key, which only weigh."""
     side = "decoder" if path.startswith("decoder") else "encoder"
-    beta = 1.0 if path.endswith((".q", ".k")) else deepnorm_constants(config.n_layers, config.kind, side)[1]
+    beta = (
+        1.0
+        if path.endswith((".q", ".k"))
+        else deepnorm_constants(config.n_layers, config.kind, side, config.n_decoder_layers)[1]
+    )
     return beta * (2 / (module.in_features + module.out_features)) ** 0.5
 
 

@@ -202,7 +202,7 @@ def _check(config: ModelConfig):
     gpt2 |= dict(norm_bias=True, qkv_bias=True, k_bias=True, out_bias=True, ffn_bias=True, head_bias=False)
     gpt2 |= dict(gated=False, sliding_window=0, position_offset=0, final_norm=True, embedding_norm=False)
     gpt2 |= dict(n_kv_heads=config.n_heads, embedding_scale=1.0, head_scale=1.0, d_embedding=config.d_model)
-    gpt2 |= dict(d_head=config.d_model // config.n_heads, kv_lora_rank=0, d_state=0)
+    gpt2 |= dict(d_head=config.d_model // config.n_heads, kv_lora_rank=0, d_state=0, qk_norm="none", residual_scale=1.0)
     for field, value in gpt2.items():
         if getattr(config, field) != value:
             says = f"{config.name}: {field} = {getattr(config, field)!r}, but the NumPy GPT is written for {value!r}"

@@ -49,8 +49,9 @@ def forward_ops(
     if c.kind != "encoder-decoder":
         return [*_stack(c, batch, tokens, context, "", c.kind == "decoder", allowed), *_ends(c, rows)]
     encoder = [] if context else [*_front(c, batch, source), *_stack(c, batch, source, 0, "encoder ", False, allowed)]
-    decoder = _stack(c, batch, tokens, context, "decoder ", True, allowed)
-    cross = _cross(c, batch, tokens, source, not context)
+    deep = c.with_(n_layers=c.n_decoder_layers)
+    decoder = _stack(deep, batch, tokens, context, "decoder ", True, allowed)
+    cross = _cross(deep, batch, tokens, source, not context)
     return [*encoder, *decoder, *cross, *_ends(c, rows, rows + (0 if context or c.n_mels else batch * source))]
 
 
@@ -100,7 +101,11 @@ def _project(c: ModelConfig, side, batch, tokens, context) -> list[Op]:
     part, rows, L, D = f"{side}projections", batch * tokens, c.n_layers, c.d_model
     A, G = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
     shapes = dict(q=(D, A, c.qkv_bias), k=(D, G, c.qkv_bias and c.k_bias), v=(D, G, c.qkv_bias), o=(A, D, c.out_bias))
-    return [linear(part, name, rows, i, o, L, bias) for name, (i, o, bias) in shapes.items()]
+    ops = [linear(part, name, rows, i, o, L, bias) for name, (i, o, bias) in shapes.items()]
+    if c.qk_norm != "none":
+        scales = 2 * c.d_head if c.qk_norm == "head" else A + G
+        ops.append(pointwise(part, "norm", rows * L * (A + G), weights=L * scales))
+    return ops
 
 
 def _latent(c: ModelConfig, side, batch, tokens, context) -> list[Op]:

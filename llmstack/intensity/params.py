@@ -43,15 +43,16 @@ def params(config: ModelConfig) -> Params:
     """Exact counts for any config; every preset equals transformers where transformers has the model."""
     c = config
     two_sided = c.kind == "encoder-decoder"
-    sides, layers = 1 + two_sided, c.n_layers * (1 + two_sided)
-    routed = sides * sum(c.has_experts(layer) for layer in range(c.n_layers))
+    crossed = c.n_decoder_layers * two_sided
+    layers = c.n_layers + crossed
+    routed = sum(c.has_experts(layer) for layer in [*range(c.n_layers), *range(crossed)])
     expert = ffn_params(c, c.d_expert)
 
     part = {"embedding": _embedding(c), "positions": _positions(c)}
     if c.d_state:
         part["mixer"] = layers * _mixer(c)
     else:
-        part["attention"] = (layers + two_sided * c.n_layers) * attention_params(c)
+        part["attention"] = (layers + crossed) * attention_params(c)
         part["ffn"] = (layers - routed) * ffn_params(c, c.d_ff)
     if c.n_experts:
         part["experts"] = routed * (c.n_experts + c.n_shared_experts) * expert
@@ -116,9 +117,13 @@ def _mixer(c: ModelConfig) -> int:
 def _norms(c: ModelConfig) -> int:
     bias = 1 + c.norm_bias
     per_block = 1 if c.d_state else c.parallel_norms if c.parallel else 2
-    blocks = c.n_layers * (per_block + (per_block + 1 if c.kind == "encoder-decoder" else 0))
+    blocks = c.n_layers * per_block
+    if c.kind == "encoder-decoder":
+        blocks += c.n_decoder_layers * (per_block + 1)
     if c.norm_place == "none":
         blocks = 0
     ends = c.embedding_norm + c.final_norm * (1 + (c.kind == "encoder-decoder"))
-    latent = c.n_layers * (c.q_lora_rank + c.kv_lora_rank)
-    return (blocks + ends) * c.d_model * bias + latent
+    within = c.n_layers * (c.q_lora_rank + c.kv_lora_rank)
+    heads = {"none": 0, "head": 2, "whole": c.n_heads + c.n_kv_heads}[c.qk_norm]
+    within += (c.n_layers + c.n_decoder_layers * (c.kind == "encoder-decoder")) * heads * c.d_head * bias
+    return (blocks + ends) * c.d_model * bias + within

@@ -24,31 +24,73 @@ import torch
 
 from llmstack.ops._triton import INTERPRETED, Build, available, rows_of, tl, triton
 
+GROWING = ("dynamic", "longrope")  # whose frequencies follow the length of the text; a cached key keeps its turn
 
-def rope_frequencies(
-    d: int, theta: float = 10000.0, scaling: tuple[float, float, float, int] | None = None
-) -> torch.Tensor:
-    """ω [d/2] in fp32, radians a position. scaling: Llama 3.1's (factor, low, high, original length); else None.
 
-    Llama 3.1 (Meta's llama-models, `apply_scaling`): a frequency that turns `high` times or more within the original
-    length stays, one that turns `low` times or fewer is divided by the factor, between them it is blended.
+def rope_frequencies(d: int, theta: float = 10000.0, scaling: tuple | None = None, length: int = 0) -> torch.Tensor:
+    """ω [d/2] in fp32, radians a position, stretched beyond the trained length as `scaling` says. `length`: the text's.
+
+    (factor, low, high, L)    Llama 3.1 (Meta's llama-models, `apply_scaling`): a frequency that turns `high` times or
+                              more within the original length L stays, one that turns `low` times or fewer is divided
+                              by the factor, between them it is blended
+    "linear", factor          all are divided (Chen et al. 2023, arXiv:2306.15595)
+    "dynamic", factor, L      a greater θ from a text's length of L on, and the greater the longer (NTK-aware)
+    "yarn", factor, fast, slow, L, amplitude, truncate       as Llama 3.1's with the blend linear in the pair's number
+                              between those that turn `fast` and `slow` times (Peng et al. 2023, arXiv:2309.00071)
+    "longrope", L, amplitude, short, long       a factor for each pair (Ding et al. 2024, arXiv:2402.13753)
+
     Raises ValueError on odd d.
     """
     if d % 2:
         raise ValueError(f"RoPE rotates pairs: the rotary dimension must be even, got {d}")
+    kind = scaling[0] if scaling else None
+    if kind == "dynamic":
+        _, factor, most = scaling
+        theta = theta * (factor * max(length, most) / most - (factor - 1)) ** (d / (d - 2))
     frequency = 1.0 / theta ** (torch.arange(0, d, 2).float() / d)  # fp32, as checkpoints were trained
-    if scaling is None:
+    if kind in (None, "dynamic"):
         return frequency
-    factor, low, high, length = scaling
-    turns = length * frequency / (2 * math.pi)  # within the original length
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    if kind == "linear":
+        return frequency / scaling[1]
+    if kind == "longrope":
+        _, most, _, short, long = scaling
+        return frequency / torch.tensor(long if length > most else short)
+    if kind == "yarn":
+        factor, keep = scaling[1], _yarn_kept(d, theta, *scaling[2:5], scaling[6])
+    else:
+        factor, low, high, most = scaling
+        turns = most * frequency / (2 * math.pi)  # within the original length
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * frequency + (1 - keep) * frequency / factor
 
 
-def rope_tables(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _yarn_kept(d: int, theta: float, fast: float, slow: float, length: int, truncate: bool) -> torch.Tensor:
+    """[d/2]: 1 where a pair turns more than `fast` times within the length, 0 where fewer than `slow`."""
+    pair = lambda turns: d * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))  # that turns so often
+    first, last = pair(fast), pair(slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, d - 1)
+    last += 0.001 * (first == last)
+    return 1 - ((torch.arange(d // 2).float() - first) / (last - first)).clamp(0, 1)
+
+
+def rope_amplitude(scaling: tuple | None) -> float:
+    """What multiplies cosines and sines: YaRN and LongRoPE sharpen attention over a longer text with it."""
+    return {"yarn": lambda: scaling[5], "longrope": lambda: scaling[2]}.get(scaling and scaling[0], lambda: 1.0)()
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """0.1 w ln(factor) + 1 (arXiv:2309.00071, eq. 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_tables(
+    positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position × frequency: positions [T] or [B, T] -> two tables [..., T, d/2] in fp32."""
     angle = positions[..., None].float() * frequencies.to(positions.device)
-    return angle.cos(), angle.sin()
+    return angle.cos() * amplitude, angle.sin() * amplitude
 
 
 def rope_np(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool = False) -> np.ndarray:

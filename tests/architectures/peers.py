@@ -110,3 +110,30 @@ def close(ours, theirs, real=None, tolerance=1e-5):
         ours, theirs = ours[real], theirs[real]
     assert ours.shape == theirs.shape
     assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+# families that differ from one above by a dial or two
+GQA = dict(**LLAMA, num_key_value_heads=2)
+PHI3 = dict(rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.5, short_factor=[1.0, 1.5])
+PHI3 |= dict(long_factor=[2.0, 4.0], original_max_position_embeddings=8)
+GRANITE = dict(embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2)
+DECODERS |= {
+    "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**GQA, head_dim=16)),
+    "olmo2": lambda: t.Olmo2ForCausalLM(t.Olmo2Config(**GQA)),
+    "granite": lambda: t.GraniteForCausalLM(t.GraniteConfig(**GQA, **GRANITE)),
+    "smollm3": lambda: t.SmolLM3ForCausalLM(t.SmolLM3Config(**GQA, no_rope_layer_interval=2)),
+    "phi3": lambda: t.Phi3ForCausalLM(
+        t.Phi3Config(
+            **GQA,
+            rope_parameters=PHI3,
+            max_position_embeddings=16,
+            original_max_position_embeddings=8,
+            sliding_window=5,
+        )
+    ),
+}
+ROBERTA = {
+    "roberta": lambda: t.RobertaModel(t.RobertaConfig(**BERT, max_position_embeddings=66, pad_token_id=1)),
+    "roberta-mlm": lambda: t.RobertaForMaskedLM(t.RobertaConfig(**BERT, max_position_embeddings=66, pad_token_id=1)),
+}
+TWO_SIDED["mt5"] = lambda: t.MT5ForConditionalGeneration(t.MT5Config(**T5))

@@ -208,9 +208,10 @@ def test_a_wrong_path(tmp_path, folder):
     "change, match",
     [
         (dict(hidden_act="quick_gelu"), "activation 'quick_gelu' is not supported; relu"),
-        (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type 'yarn' is not supported"),
+        (dict(rope_parameters={"rope_type": "mrope", "rope_theta": 1e4}), "rope_type 'mrope' is not supported"),
         (dict(hidden_size=None), "no 'hidden_size'"),
-        (dict(model_type="falcon", alibi=True), "alibi = True"),
+        (dict(quantization_config={"quant_method": "gptq"}), "quantization_config = .*only None is supported"),
+        (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window = True"),
     ],
 )
 def test_a_config_that_no_dial_can_say(folder, change, match):
@@ -269,7 +270,7 @@ def test_a_config_that_is_no_object(folder, text):
         (dict(rope_parameters="yarn"), "rope_parameters = 'yarn'"),
         (dict(rope_parameters={"rope_type": "llama3"}), "lacks? .*'factor'"),
         (dict(model_type="mixtral", intermediate_size=None, num_local_experts=2), "d_expert = None"),
-        (dict(model_type="t5", d_model=8, num_heads=2, num_layers=None), "'num_layers'"),
+        (dict(model_type="t5", d_model=8, num_heads=2, num_layers=None, num_hidden_layers=None), "'num_layers'"),
     ],
 )
 def test_a_config_with_something_odd_in_it(folder, change, match):

@@ -17,7 +17,7 @@ from llmstack.architectures.decoder import Decoder
 from llmstack.config import ModelConfig
 from llmstack.ops.attention import attention_torch
 from llmstack.ops.cross_entropy import cross_entropy_torch
-from llmstack.ops.rope import rope_frequencies, rope_tables, rope_torch
+from llmstack.ops.rope import GROWING, rope_frequencies, rope_tables, rope_torch
 
 
 class SinkCache:
@@ -35,7 +35,8 @@ class SinkCache:
             raise ValueError(f"sinks = {sinks}, window = {window}: a query sees itself, so window is a whole 1 or more")
         if config.kv_lora_rank:
             raise ValueError(f"{config.name} caches latents (kv_lora_rank), not keys to move: take a ContiguousCache")
-        if config.positions != "rope" or config.sliding_window:
+        grows = config.rope_scaling and config.rope_scaling[0] in GROWING
+        if config.positions != "rope" or config.sliding_window or config.nope_every or grows:
             raise ValueError(f"{config.name}: a sink cache moves keys to other positions, which takes plain RoPE")
         self.config, self.sinks, self.window, self.batch = config, sinks, window, batch
         self.k: dict[int, Tensor] = {}  # by layer, [B, K, length, Dh]
