@@ -8,13 +8,17 @@ import ast
 import difflib
 import random
 import re
+import tomllib
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain, zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SWAPS = {ast.Add: "+-", ast.Sub: "-+", ast.Mult: "*/", ast.Div: "/*", ast.FloorDiv: ("//", "/"), ast.Pow: ("**", "*")}
 SWAPS |= {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
 SWAPS |= {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.And: ("and", "or"), ast.Or: ("or", "and")}
+UNDRAWN = ("data/systems.toml", "data/claims.toml")  # prose; values that are compared within their own tolerance
 UNORDERED = ("isinstance", "getattr", "hasattr", "setattr", "max", "min")  # errors at once, or the same
 TERMS = ast.Add | ast.Sub | ast.Mult
 
@@ -145,3 +149,38 @@ def numbers(path: str) -> list[Fault]:
             start = len(text[: match.start(1) + at].encode())
             found.append(Fault(path, start, digit, str(int(digit) % 9 + 1), "digit"))
     return found
+
+
+def part_of(path: str) -> str:
+    folders = path.split("/")
+    return folders[0] if folders[0] == "data" or len(folders) == 2 else folders[1]
+
+
+def faults_of(name: str) -> list[Fault]:
+    found = Finder(name).found if name.endswith(".py") else numbers(name)
+    if name.startswith("llmstack/course"):  # sizes and places on a page are looked at
+        return [fault for fault in found if fault.kind not in ("off by one", "constant", "swapped arguments")]
+    return found
+
+
+def draw(seed: int, n: int, only: str) -> list[Fault]:
+    """n faults, one part of the package after the other, so that small parts are not forgotten; one on a line."""
+    parts: dict[str, dict[tuple, Fault]] = {}
+    for path in sorted(chain(ROOT.glob("llmstack/**/*.py"), ROOT.glob("data/*.toml"))):
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(only) or name in UNDRAWN:
+            continue
+        found = [fault for fault in faults_of(name) if fault.diff()[1:] not in equivalent(name)]
+        random.Random(f"{seed} {name}").shuffle(found)
+        parts.setdefault(part_of(name), {}).update({(name, fault.diff()[0]): fault for fault in found})
+    turns = []
+    for part, by_line in parts.items():
+        turns.append(list(by_line.values()))
+        random.Random(f"{seed} {part}").shuffle(turns[-1])
+    return [fault for fault in chain.from_iterable(zip_longest(*turns)) if fault][:n]
+
+
+@cache
+def equivalent(path: str) -> list[tuple[str, str]]:
+    rows = tomllib.loads((ROOT / "tests/mutants_equivalent.toml").read_text(encoding="utf-8"))["fault"]
+    return [(row["was"], row["now"]) for row in rows if row["path"] == path]
