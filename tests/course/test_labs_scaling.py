@@ -46,3 +46,14 @@ def test_use_asks_for_a_smaller_model():
             best = lowest(lambda N: min(6 * N * law.tokens(loss, N) + 2 * N * 10**served, 1e40))
             assert size == pytest.approx(best / 1e9, rel=0.02)
         assert (served == 10) == (found[0] > 65)
+
+
+def test_training_and_use_are_drawn_and_add_up():
+    figure, _ = labs.overtraining().draw(70.0, 13.0)
+    curves = {line.get_label(): line.get_ydata() for line in figure.axes[0].lines}
+    N = figure.axes[0].lines[0].get_xdata()
+    use = curves["use, 2N a token"]
+    np.testing.assert_allclose(use, 2 * N * 1e13)
+    np.testing.assert_allclose(
+        curves["training, 6ND, law as fitted again"] + use, curves["both, law as fitted again"], rtol=1e-12
+    )
