@@ -73,7 +73,7 @@ class Trainer:
     """
 
     model: nn.Module
-    data: Data
+    data: Data | None
     optimizer: Optimizer
     schedule: Callable[[int], float] | None = None
     loss: Callable[[nn.Module, Batch], tuple[Tensor, int]] = next_token
@@ -91,7 +91,7 @@ class Trainer:
 
     def __post_init__(self):
         for name in ("data", "loss", "schedule", "after_backward", "on_step"):
-            if not callable(value := getattr(self, name)) and (value is not None or name in ("data", "loss")):
+            if not callable(value := getattr(self, name)) and (value is not None or name == "loss"):
                 raise TypeError(f"{name} must be a function, as data of the step is, but it is {value!r}")
         if not hasattr(self.precision, "forward") and self.precision is not None:
             raise TypeError(f"precision = {self.precision!r}, but it is an object: Precision('bf16'), or None")
@@ -113,6 +113,8 @@ class Trainer:
         under loss scaling changes no weight, and has no grad_norm. Raises TrainingDiverged.
         """
         whole(0, steps=steps)
+        if self.data is None and steps > self.step:
+            raise TypeError("data = None is enough to resume() and look; to run, give a function of the step")
         if (self.folder or self.every) and not self.begun and (self.checkpoints() or (self.folder / LOG).is_file()):
             raise ValueError(f"{self.folder} holds a run already: call resume() first, or take another folder")
         self.begun, mode = True, self.model.training

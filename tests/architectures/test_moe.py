@@ -1,6 +1,7 @@
 """The expert layer and its routers: each selection against its definition written out, and the invariants of all."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -376,3 +377,17 @@ def test_padding_takes_no_expert_room(side):
     padded = torch.cat([some, ids] if side == "left" else [ids, some], 1)
     real = torch.cat([some < 0, ids >= 0] if side == "left" else [ids >= 0, some < 0], 1)
     torch.testing.assert_close(model(padded, real)[real], alone[0], rtol=1e-12, atol=1e-14)
+
+
+def test_a_router_scores_in_single_precision_beside_weights_of_sixteen_bits():
+    """Its logits are those of the rounded input and weights in double, to fp32's roundoff, and not to bf16's."""
+    torch.manual_seed(0)
+    moe = MoE(Experts(4, 64, 8), partial(top_k, k=2)).bfloat16()
+    x = torch.randn(2, 5, 64).bfloat16()
+    logits = moe.logits(x)
+    exact = x.double() @ moe.router.weight.double().mT
+    sizes = x.double().abs() @ moe.router.weight.double().abs().mT  # the error of a sum of n: at most n u of these
+    assert logits.dtype == torch.float32
+    assert ((logits - exact).abs() <= 64 * 2**-24 * sizes).all()
+    moe(x)
+    assert moe.last.scores.dtype == torch.float32

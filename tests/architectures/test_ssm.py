@@ -181,3 +181,14 @@ def test_a_selective_layer_can_ignore_what_a_fixed_one_cannot():
         *(y[:, [0, 2, 5]] for y in (x, keep.expand(1, 6, 2))), a, b[:, [0, 2, 5]], c[:, [0, 2, 5]], d
     )
     torch.testing.assert_close(all_of_it, without)
+
+
+def test_steps_start_in_the_range_of_the_paper():
+    """Section 3.6 of Mamba: softplus of the bias is 0.001 to 0.1, evenly in its logarithm (8,192 of them here)."""
+    model = build(SMALL.with_(d_model=2048, dt_rank=4, n_layers=2, d_conv=2, d_state=2))
+    steps = [p for name, p in model.named_parameters() if name.endswith("step.bias")]
+    delta = torch.nn.functional.softplus(torch.cat(steps).detach())
+    assert 0.00099 < delta.min() < 0.00101 and 0.099 < delta.max() < 0.101
+    spread = delta.log10()
+    assert spread.mean().item() == pytest.approx(-2, abs=0.03)
+    assert spread.std().item() == pytest.approx(2 / 12**0.5, rel=0.03)

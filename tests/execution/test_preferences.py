@@ -243,6 +243,8 @@ def test_the_kl_controller_steers_as_ziegler_et_al():
     assert kl.coefficient == pytest.approx(0.1 * 1.02)
     kl.update(5.7, answers=20)  # error −0.05
     assert kl.coefficient == pytest.approx(0.1 * 1.02 * 0.99)
+    kl.update(0.0, answers=10)  # error −1, clipped to −0.2
+    assert kl.coefficient == pytest.approx(0.1 * 1.02 * 0.99 * 0.98)
     nats = 20.0
     for _ in range(300):  # a policy whose KL is 1 / β
         kl.update(nats := 1 / kl.coefficient, answers=50)

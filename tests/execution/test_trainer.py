@@ -475,3 +475,13 @@ def test_wrong_optimizers_data_and_folders_are_refused():
 
 def test_the_front_door_opens():
     assert execution.Trainer is Trainer
+
+
+def test_a_run_can_be_looked_at_without_its_data(tmp_path):
+    model, again = build(CONFIG), build(CONFIG)
+    setup(model, folder=tmp_path).run(2)
+    torch.nn.init.zeros_(next(again.parameters()))
+    trainer = setup(again, data=None, folder=tmp_path)
+    assert trainer.resume() == 2 and same(model, again)
+    with pytest.raises(TypeError, match="data = None is enough to resume"):
+        trainer.run(3)

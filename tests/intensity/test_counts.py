@@ -95,6 +95,7 @@ def test_megatron_iterations(row):
     seconds = ours / (tera * 1e12 * gpus)
     u = utilisation(config, batch, 2048, seconds, gpus, 312e12, recompute="full")
     assert u.hfu == pytest.approx(tera / 312)
+    assert u.per_device == pytest.approx(tera * 1e12)  # of what the hardware did
     assert u.mfu == pytest.approx(0.75 * u.hfu, rel=0.02)  # the head is not computed again
 
 
