@@ -42,7 +42,12 @@ def checked_k(k: int, n: int) -> int:
 
 
 def squared(queries: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Squared distances [..., Q, n] of queries [..., Q, D] to x [..., n, D]: |q|² + |x|² - 2 q·x, one product."""
+    """Squared distances [..., Q, n] of queries [..., Q, D] to x [..., n, D]: |q|² + |x|² - 2 q·x, one product.
+
+    In double precision: far from 0 this is a small difference of large numbers. Two fp32 vectors that differ are at
+    least (2^-24 |x|)² ≈ 3.6e-15 |x|² apart, and fp64 loses 1.1e-16 |x|² at a step; fp32 would lose 6e-8 |x|².
+    """
+    queries, x = queries.astype(np.float64), x.astype(np.float64)
     norms = (queries**2).sum(-1)[..., :, None] + (x**2).sum(-1)[..., None, :]
     return np.maximum(norms - 2 * queries @ x.swapaxes(-1, -2), 0)
 
@@ -63,18 +68,34 @@ def stacked(rows: list[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarr
     return distances, np.array([i for _, i in rows], np.int64).reshape(-1, k)
 
 
+def distinct(x: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The different vectors [m, D] of x [n, D] in order, and for each the ids of its copies.
+
+    A graph needs this: a vector with a hundred copies would have them for all its neighbours, and no way out.
+    """
+    _, first, group = np.unique(x, axis=0, return_index=True, return_inverse=True)
+    group = first[group.reshape(-1)]  # the id of each one's first copy
+    by_group = np.argsort(group, kind="stable")
+    first = np.sort(first)
+    return x[first], np.split(by_group, np.searchsorted(group[by_group], first[1:]))
+
+
+def nearest_copies(distances: list[float], nodes: list[int], copies: list[np.ndarray], k: int):
+    """`nearest` of candidates that are distinct vectors, each standing for all its copies."""
+    ids = [copies[node] for node in nodes]
+    return nearest(np.repeat(distances, [len(own) for own in ids]), np.concatenate(ids), k)
+
+
 class Flat:
-    """Exact nearest neighbours of x [n, D]. Distances are taken from the vectors' mean, which moves none of them: far
-    from 0, |q|² + |x|² - 2 q·x would be a small difference of large numbers."""
+    """Exact nearest neighbours of x [n, D]."""
 
     def __init__(self, vectors: np.ndarray):
         self.x = checked_stored(vectors)
-        self.mean = self.x.mean(0, dtype=np.float64).astype(np.float32)
 
     def search(self, queries: np.ndarray, k: int = 10) -> tuple[np.ndarray, np.ndarray]:
         queries, k = checked(queries, self.x.shape[1], "queries"), checked_k(k, len(self.x))
         every = np.arange(len(self.x))
-        return stacked([nearest(row, every, k) for row in squared(queries - self.mean, self.x - self.mean)], k)
+        return stacked([nearest(row, every, k) for row in squared(queries, self.x)], k)
 
 
 def recall(found: np.ndarray, truth: np.ndarray) -> float:

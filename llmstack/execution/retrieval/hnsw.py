@@ -15,7 +15,15 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from llmstack.execution.retrieval.exact import checked, checked_k, checked_stored, nearest, squared, stacked
+from llmstack.execution.retrieval.exact import (
+    checked,
+    checked_k,
+    checked_stored,
+    distinct,
+    nearest_copies,
+    squared,
+    stacked,
+)
 
 
 def diversify(distances: np.ndarray, x: np.ndarray, most: int, alpha: float = 1.0) -> list[int]:
@@ -71,21 +79,32 @@ def best_first(start: list[int], width: int, distance: Callable, links: Callable
     return sorted((-d, -node) for d, node in kept), len(every)
 
 
+def distances_to(query: np.ndarray, x: np.ndarray) -> Callable:
+    """nodes [m] -> their squared distances [m] from a query [D], subtracted first: far from 0 no digit is lost."""
+
+    def distances(nodes: np.ndarray) -> np.ndarray:
+        away = x[nodes] - query
+        return np.einsum("md,md->m", away, away)
+
+    return distances
+
+
 def draw_levels(n: int, M: int, rng: np.random.Generator) -> np.ndarray:
     """Top layers [n] = ⌊-ln(u) · mL⌋ with mL = 1 / ln M, so that P(level ≥ i) = M^-i."""
     return (-np.log(1 - rng.random(n)) / np.log(M)).astype(int)
 
 
 class HNSW:
-    """A graph over x [n, D]: up to M links a node, 2M on layer 0. `.visited` [Q]: distances that a query measured."""
+    """A graph over the distinct vectors `.x` [m, D] of n: up to M links a node, 2M on layer 0. Copies of a vector are
+    one node, found together. `.visited` [Q]: distances that a query measured."""
 
     def __init__(self, vectors: np.ndarray, M: int = 16, ef_construction: int = 100, seed: int = 0):
         if M < 2 or ef_construction < 1:
             raise ValueError(
                 f"M = {M}, ef_construction = {ef_construction}: M is 2 (better 5) to 48, the other M and on"
             )
-        self.x, self.M, self.ef_construction = checked_stored(vectors), M, max(ef_construction, M)
-        self.norms = (self.x**2).sum(-1)
+        self.M, self.ef_construction = M, max(ef_construction, M)
+        self.x, self.copies = distinct(checked_stored(vectors))
         self.levels = draw_levels(len(self.x), M, np.random.default_rng(seed))  # [n]
         self.links: list[dict[int, np.ndarray]] = [{} for _ in range(self.levels.max() + 1)]
         self.entry, self._seen, self.visited = -1, np.zeros(len(self.x), bool), np.zeros(0, int)
@@ -93,9 +112,7 @@ class HNSW:
             self._insert(node)
 
     def _layer(self, query: np.ndarray, start: list[int], ef: int, layer: int, trace: list | None = None):
-        links, own = self.links[layer], float(query @ query)
-        distance = lambda nodes: own + self.norms[nodes] - 2 * (self.x[nodes] @ query)
-        return best_first(start, ef, distance, links.__getitem__, self._seen, trace)
+        return best_first(start, ef, distances_to(query, self.x), self.links[layer].__getitem__, self._seen, trace)
 
     def _insert(self, node: int) -> None:
         """Algorithm 1: go down to the node's top layer, then link it on that and each lower one, both ways."""
@@ -131,14 +148,13 @@ class HNSW:
         return found, visited
 
     def search(self, queries: np.ndarray, k: int = 10, ef: int = 64) -> tuple[np.ndarray, np.ndarray]:
-        queries, k = checked(queries, self.x.shape[1], "queries"), checked_k(k, len(self.x))
+        queries, k = checked(queries, self.x.shape[1], "queries"), checked_k(k, sum(map(len, self.copies)))
         if ef < k:
             raise ValueError(f"ef = {ef} nodes kept cannot give k = {k} neighbours; take ef of k or more")
         rows, visited = [], []
         for query in queries:
             found, seen = self.walk(query, ef)
-            near, ids = np.array(found).T
-            rows.append(nearest(np.maximum(near, 0), ids.astype(int), k))
+            rows.append(nearest_copies(*zip(*found), self.copies, k))
             visited.append(seen)
         self.visited = np.array(visited, int)
         return stacked(rows, k)

@@ -35,7 +35,7 @@ def kmeans(x: np.ndarray, k: int, seed: int = 0, steps: int = 25) -> np.ndarray:
             order = np.argsort(mine, kind="stable")
             full = np.flatnonzero(size)
             starts = np.concatenate([[0], np.cumsum(size[full])[:-1]])
-            moved[full] = np.add.reduceat(part[order], starts) / size[full, None]
+            moved[full] = np.add.reduceat(part[order], starts, dtype=np.float64) / size[full, None]
             empty = np.flatnonzero(size == 0)
             moved[empty] = part[np.argsort(-own.min(-1), kind="stable")[: len(empty)]]
     return centres.reshape(*x.shape[:-2], k, D)
@@ -89,7 +89,9 @@ class IVF:
         queries, k = checked(queries, self.centres.shape[1], "queries"), checked_k(k, len(self.cell))
         if not 1 <= probe <= len(self.centres):
             raise ValueError(f"probe = {probe} cells of {len(self.centres)}: from 1 (fast) to all (exact)")
-        cells = np.argsort(squared(queries, self.centres), axis=-1, kind="stable")[:, :probe]  # [Q, probe]
+        full = [len(members) > 0 for members in self.members]  # where copies make equal centres, one has them all
+        away = np.where(full, squared(queries, self.centres), np.inf)
+        cells = np.argsort(away, axis=-1, kind="stable")[:, :probe]  # [Q, probe]
         rows, self.visited = [], np.array([sum(len(self.members[c]) for c in near) for near in cells])
         for query, near in zip(queries, cells):
             ids = np.concatenate([self.members[c] for c in near])

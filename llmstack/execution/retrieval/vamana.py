@@ -17,22 +17,33 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from llmstack.execution.retrieval.exact import checked, checked_k, checked_stored, nearest, squared, stacked
-from llmstack.execution.retrieval.hnsw import best_first, diversify
+from llmstack.execution.retrieval.exact import (
+    checked,
+    checked_k,
+    checked_stored,
+    distinct,
+    nearest_copies,
+    squared,
+    stacked,
+)
+from llmstack.execution.retrieval.hnsw import best_first, distances_to, diversify
 from llmstack.execution.retrieval.ivf import PQ
 
 SECTOR = 4096
 
 
 def vamana(vectors: np.ndarray, R: int = 24, L: int = 40, alpha: float = 1.2, seed: int = 0):
-    """The links of each node (at most R) and the entry, the vector nearest the mean. Two passes, with 1 and then α."""
-    x = checked_stored(vectors)
-    n, norms, seen = len(x), (x**2).sum(-1), np.zeros(len(x), bool)
+    """The links of each node (at most R) and the entry, the vector nearest the mean. Two passes, with 1 and then α.
+
+    Nodes are the distinct vectors, in the order of their first copies.
+    """
+    x, _ = distinct(checked_stored(vectors))
+    n, seen = len(x), np.zeros(len(x), bool)
     if R < 1 or L < 1 or alpha < 1:
         raise ValueError(f"R = {R}, L = {L}, alpha = {alpha}: R and L are 1 or more, alpha 1 or more (1.2 is usual)")
     rng = np.random.default_rng(seed)
     links = [np.setdiff1d(rng.choice(n, min(R, n), replace=False), [i]) for i in range(n)]
-    entry = int(squared(x.mean(0)[None], x).argmin())
+    entry = int(squared(x.mean(0, dtype=np.float64)[None], x).argmin())
 
     def prune(node: int, ids: np.ndarray, a: float) -> np.ndarray:
         ids = np.unique(ids[ids != node])
@@ -40,9 +51,8 @@ def vamana(vectors: np.ndarray, R: int = 24, L: int = 40, alpha: float = 1.2, se
 
     for a in dict.fromkeys((1.0, alpha)):
         for node in rng.permutation(n).tolist():
-            query, own, path = x[node], norms[node], []
-            distance = lambda ids: own + norms[ids] - 2 * (x[ids] @ query)
-            best_first([entry], L, distance, links.__getitem__, seen, path)
+            path = []
+            best_first([entry], L, distances_to(x[node], x), links.__getitem__, seen, path)
             links[node] = prune(node, np.concatenate([np.array(path, int), links[node]]), a)
             for other in links[node].tolist():
                 if node not in links[other]:
@@ -60,9 +70,12 @@ def _record(width: int, R: int) -> np.dtype:
 
 def write_disk_index(path: str | Path, vectors: np.ndarray, links: list[np.ndarray], entry: int, pq: PQ) -> None:
     """Records in sectors as `path`, and what is kept in memory as `path`.npz."""
-    x, R = checked_stored(vectors), max(1, *map(len, links))
+    (x, copies), R = distinct(checked_stored(vectors)), max(1, *map(len, links))
     if len(links) != len(x):
         raise ValueError(f"links of {len(links)} nodes do not fit {len(x)} vectors: build the graph on these vectors")
+    node_of = np.zeros(len(vectors), np.int64)  # [n]: the node of each vector
+    for node, ids in enumerate(copies):
+        node_of[ids] = node
     if not all(0 <= node < len(x) for node in (entry, *np.concatenate(links).tolist())):
         raise ValueError(f"entry = {entry} and all links must be among the {len(x)} vectors: those of vamana() are")
     record = _record(x.shape[1], R)
@@ -75,7 +88,7 @@ def write_disk_index(path: str | Path, vectors: np.ndarray, links: list[np.ndarr
     file[:, : each * record.itemsize] = rows.view(np.uint8).reshape(len(file), -1)
     file.flush()
     shape = np.array([len(x), x.shape[1], R, entry])
-    np.savez(f"{path}.npz", codes=pq.encode(x), pieces=pq.pieces, bytes=pq.bytes, shape=shape)
+    np.savez(f"{path}.npz", codes=pq.encode(x), pieces=pq.pieces, bytes=pq.bytes, shape=shape, nodes=node_of)
 
 
 class DiskIndex:
@@ -90,6 +103,7 @@ class DiskIndex:
             with np.load(f"{path}.npz") as kept:
                 self.codes, (self.n, self.width, R, self.entry) = kept["codes"], kept["shape"].tolist()
                 self.pq.pieces, self.pq.bytes = kept["pieces"], float(kept["bytes"])
+                nodes = kept["nodes"]
         except (ValueError, KeyError, EOFError, BadZipFile) as error:
             raise ValueError(f"{path}.npz is damaged or another program's ({error}); {again}") from None
         self.pq.parts, self.record = self.codes.shape[1], _record(self.width, R)
@@ -97,6 +111,9 @@ class DiskIndex:
         if size != wanted or len(self.codes) != self.n or not 0 <= self.entry < self.n:
             told = f"{path} has {size:,} bytes, but {path}.npz describes {self.n} vectors in {wanted:,}"
             raise ValueError(f"{told}: one is cut short or another index's; {again}")
+        if len(np.unique(nodes)) != self.n or nodes.min() != 0 or nodes.max() != self.n - 1:
+            raise ValueError(f"{path}.npz does not say which vectors are copies; {again}")
+        self.copies = np.split(np.argsort(nodes, kind="stable"), np.cumsum(np.bincount(nodes))[:-1])
         self.file = np.memmap(path, np.uint8, "r").reshape(-1, SECTOR)
         self.reads, self.rounds = np.zeros(0, int), np.zeros(0, int)
 
@@ -129,10 +146,10 @@ class DiskIndex:
         return exact, rounds
 
     def search(self, queries: np.ndarray, k: int = 10, L: int = 40, beam: int = 4) -> tuple[np.ndarray, np.ndarray]:
-        queries, k = checked(queries, self.width, "queries"), checked_k(k, self.n)
+        queries, k = checked(queries, self.width, "queries"), checked_k(k, sum(map(len, self.copies)))
         if L < k or beam < 1:
             raise ValueError(f"L = {L}, beam = {beam}: a list of L must hold k = {k}, and a beam one read at least")
         walks = [self._walk(query, L, beam) for query in queries]
         self.reads = np.array([len(exact) for exact, _ in walks], int)
         self.rounds = np.array([rounds for _, rounds in walks], int)
-        return stacked([nearest(np.array(list(e.values())), np.array(list(e)), k) for e, _ in walks], k)
+        return stacked([nearest_copies(list(e.values()), list(e), self.copies, k) for e, _ in walks], k)

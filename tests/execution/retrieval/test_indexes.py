@@ -210,13 +210,13 @@ def test_few_vectors_are_all_found(real, n):
     assert (ids[:, 0] == np.arange(n)).all() and np.abs(distances[:, 0]).max() < 1e-5
 
 
-def test_what_cannot_be_reached_is_no_neighbour(real):
-    """Of 30 equal vectors the links reach some only: the rest of an answer is -1 at inf, never a wrong id."""
-    x = np.repeat(real.vectors[:1], 30, 0)
-    distances, ids = HNSW(x, 4, 20).search(x[:1], 30, ef=30)
-    found = ids[0] >= 0
-    assert found.any() and len(set(ids[0][found].tolist())) == found.sum()
-    assert (distances[0][found] < 1e-5).all() and np.isinf(distances[0][~found]).all()
+def test_copies_are_one_node_and_all_found(real):
+    x = np.concatenate([real.vectors[:2], np.repeat(real.vectors[:1], 30, 0)])
+    index = HNSW(x, 4, 20)
+    distances, ids = index.search(x[:1], 31, ef=31)
+    assert ids.tolist() == [[0, *range(2, 32)]] and (distances == 0).all()
+    np.testing.assert_array_equal(index.x, x[:2])
+    assert [own.tolist() for own in index.copies] == [[0, *range(2, 32)], [1]]
 
 
 # -------------------------------------------------------------------------------------------------- Vamana and DiskANN
@@ -276,6 +276,57 @@ def test_the_file_holds_the_vectors_in_sectors(x, disk):
     assert not hasattr(disk, "x") and disk.codes.nbytes == 48 * len(x)
 
 
+# ------------------------------------------------------------------------------------ far from the origin, with copies
+
+
+def built(name, x, folder):
+    """Each index with settings under which it misses nothing of these small sets."""
+    if name == "disk":
+        write_disk_index(folder / "far", x, *vamana(x, R=24, L=40), PQ(x, 8, 5))
+        return lambda q: DiskIndex(folder / "far").search(q, K, L=120)
+    index = {"flat": Flat, "ivf": lambda x: IVF(x, 16), "hnsw": lambda x: HNSW(x, M, EF_CONSTRUCTION)}[name](x)
+    how = {"flat": {}, "ivf": {"probe": 16}, "hnsw": {"ef": 200}}[name]
+    return lambda q: index.search(q, K, **how)
+
+
+@pytest.mark.parametrize("name", ["flat", "ivf", "hnsw", "disk"])
+@pytest.mark.parametrize("centre", ["one", "two"])
+def test_recall_far_from_the_origin_is_hnswlibs(name, centre, tmp_path):
+    """At 10,000 a squared norm in fp32 has steps as large as the distances; two clouds have their mean between them."""
+    rng = np.random.default_rng(0)
+    side = np.ones((600, 1)) if centre == "one" else rng.choice([-1, 1], (600, 1))
+    x = (rng.standard_normal((600, 16)) + 10_000 * side).astype(np.float32)
+    queries = x[::30] + 0.1 * rng.standard_normal((20, 16)).astype(np.float32)
+    exact = ((queries[:, None].astype(float) - x) ** 2).sum(-1)
+    truth = np.argsort(exact, kind="stable")[:, :K]
+    peer = hnswlib.Index("l2", 16)
+    peer.init_index(len(x), M=M, ef_construction=EF_CONSTRUCTION, random_seed=0)
+    peer.add_items(x, num_threads=1)
+    peer.set_ef(200)
+    assert recall(peer.knn_query(queries, K, num_threads=1)[0], truth) == 1
+    distances, ids = built(name, x, tmp_path)(queries)
+    assert recall(ids, truth) >= (0.97 if name == "disk" else 1)  # codes of half a byte a number guide the disk's walk
+    np.testing.assert_allclose(distances, np.take_along_axis(exact, ids, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["flat", "ivf", "hnsw", "disk"])
+def test_of_vectors_with_many_copies_the_nearest_is_found(name, tmp_path):
+    """Five vectors, a hundred copies each, in turns: more copies than a node has links, more cells than vectors."""
+    rng = np.random.default_rng(1)
+    five = rng.standard_normal((5, 16)).astype(np.float32)
+    queries = five + 0.1 * rng.standard_normal((5, 16)).astype(np.float32)
+    distances, ids = built(name, np.tile(five, (100, 1)), tmp_path)(queries)
+    np.testing.assert_array_equal(ids, np.arange(5)[:, None] + 5 * np.arange(K))  # of equal ones the lower ids
+    np.testing.assert_allclose(distances, ((queries - five) ** 2).sum(-1)[:, None].repeat(K, 1), rtol=1e-5)
+
+
+def test_cells_without_vectors_are_not_read_first():
+    x = np.repeat(np.eye(4, dtype=np.float32), 20, 0)
+    ivf = IVF(x, lists=12)
+    _, ids = ivf.search(np.eye(4), K, probe=1)
+    assert (ids // 20 == np.arange(4)[:, None]).all()
+
+
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -322,7 +373,7 @@ def test_settings_that_cannot_be_are_refused(x, disk, tmp_path):
         (lambda: disk.search(x[:1], 10, L=5), "a list of L must hold k = 10"),
         (lambda: write_disk_index(tmp_path / "a", x, [x[0]], 0, None), "links of 1 nodes do not fit 1000"),
         (
-            lambda: write_disk_index(tmp_path / "a", np.ones((2, 1024)), [np.array([1])] * 2, 0, None),
+            lambda: write_disk_index(tmp_path / "a", np.eye(2, 1024), [np.array([1])] * 2, 0, None),
             "one sector's 4096",
         ),
         (lambda: recall(np.zeros((2, 3)), np.zeros((2, 4))), "must have one shape"),
