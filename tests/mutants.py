@@ -44,6 +44,7 @@ MORE = {  # whose tests have another name
     "data/counts.toml": ["tests/test_published.py"],
     "data/scaling.toml": ["tests/test_published.py"],
     "data/layouts.toml": ["tests/architectures/test_checkpoints.py", "tests/architectures/test_parity.py"],
+    "llmstack/architectures/ends.py": ["tests/architectures/test_decoder.py"],
     "llmstack/config.py": ["tests/architectures/test_checkpoints.py"],
 }
 

@@ -66,6 +66,18 @@ def test_reference_is_found_in_the_folder_and_in_the_cache(monkeypatch, tmp_path
     assert facts.reference("models.csv") == given
 
 
+def test_the_cache_is_where_each_system_keeps_such_files(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("LOCALAPPDATA", raising=False)
+    monkeypatch.setattr(facts.Path, "home", lambda: tmp_path)
+    places = {"linux": ".cache", "darwin": "Library/Caches", "win32": "AppData/Local"}
+    for system, folder in places.items():
+        monkeypatch.setattr(facts.sys, "platform", system)
+        assert facts.cache_path() == tmp_path / folder / "llmstack", system
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    assert facts.cache_path() == tmp_path / "local" / "llmstack"
+
+
 def test_a_computed_claim_is_compared():
     assert facts._agrees(101.0, 100.0, 0.01) and not facts._agrees(101.1, 100.0, 0.01)
     assert facts._agrees(90.0, 100.0, 0.1) and not facts._agrees(110.5, 100.0, 0.1)  # a share of the claim's value
