@@ -86,15 +86,45 @@ def prumerge(
     return pad_sequence(out, batch_first=True), real.to(tokens.device)
 
 
+class TileLinear(nn.Module):
+    """A frozen linear layer with a low-rank addition for each of n tiles: rows [B · n, N, d_in], tile by tile within a
+    picture, -> [B · n, N, d_out]. y = W x + Bₜ Aₜ x, and Bₜ starts at zero."""
+
+    def __init__(self, linear: nn.Linear, tiles: int, rank: int):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.A = nn.Parameter(torch.randn(tiles, rank, linear.in_features) * linear.in_features**-0.5)
+        self.B = nn.Parameter(torch.zeros(tiles, linear.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = x.unflatten(0, (-1, len(self.A)))  # [B, n, N, d_in]
+        low = torch.einsum("bnti,nri->bntr", each, self.A)  # [B, n, N, rank]
+        return self.linear(x) + torch.einsum("bntr,nor->bnto", low, self.B).flatten(0, 1)
+
+
+def adapt_tiles(encoder: ViT, tiles: int, rank: int) -> None:
+    """Freeze an encoder and give the linear layers of its blocks an adapter for each tile, the whole picture counted as
+    the last one (Monkey: "individual adapter for each patch", arXiv:2311.06607)."""
+    encoder.requires_grad_(False)
+    for block in encoder.blocks:
+        for part in (block.attention, block.ffn):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, nn.Linear):
+                    setattr(part, name, TileLinear(linear, tiles, rank))
+
+
 class Tiled(nn.Module):
     """Monkey's front end: images [B, C, H, W], H and W multiples of `size` -> [B, (tiles + 1) · queries, D].
 
-    Tiles and the whole picture at reduced size pass the same encoder and the same resampler.
+    Tiles and the whole picture at reduced size pass the same encoder and the same resampler. rank: that of an adapter
+    for each of them in the encoder, which is frozen then, and pictures have `tiles` tiles always; 0: none.
     """
 
-    def __init__(self, encoder: ViT, resampler: nn.Module, size: int):
+    def __init__(self, encoder: ViT, resampler: nn.Module, size: int, rank: int = 0, tiles: int = 0):
         super().__init__()
         self.encoder, self.resampler, self.size = encoder, resampler, size
+        if rank:
+            adapt_tiles(encoder, tiles + 1, rank)
 
     def forward(self, images: Tensor) -> Tensor:
         C = images.shape[1]

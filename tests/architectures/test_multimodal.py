@@ -1,5 +1,6 @@
 """Pictures before a decoder: CLIP and the projector are transformers', the rest keeps its invariants and learns."""
 
+import copy
 import math
 
 import pytest
@@ -11,7 +12,16 @@ from torch.nn.functional import cross_entropy
 
 from llmstack import facts, preset
 from llmstack.architectures import build
-from llmstack.architectures.multimodal import Resampler, See, Tiled, VisionLanguage, projector, prumerge, salient
+from llmstack.architectures.multimodal import (
+    Resampler,
+    See,
+    Tiled,
+    TileLinear,
+    VisionLanguage,
+    projector,
+    prumerge,
+    salient,
+)
 from llmstack.architectures.vision import (
     CLIP,
     ViT,
@@ -223,6 +233,31 @@ def test_monkeys_tiles():
     assert (visual_tokens(896, 1344, 448) + 1) * 256 == 1792
     with pytest.raises(ValueError, match=r"sizes \[24, 30\] do not tile into patches of \[12, 12\]"):
         model(images[..., :30])
+
+
+def test_each_tile_has_its_adapter():
+    """At first they add nothing. Then tile t of a picture is seen as an encoder sees it into whose matrices the
+    adapters of tile t are merged; the frozen encoder gets no gradient."""
+    plain, images = vit(12, 4), random(2, 3, 12, 24)
+    resampler = Resampler(32, 24, queries=3)
+    want = Tiled(plain, resampler, 12)(images)
+    model = Tiled(copy.deepcopy(plain), resampler, 12, rank=2, tiles=2)
+    close(model(images), want)
+    adapters = [m for m in model.encoder.modules() if isinstance(m, TileLinear)]
+    assert len(adapters) == 6 * plain.config.n_layers  # q, k, v, o, up, down
+    for i, adapter in enumerate(adapters):
+        nn.init.normal_(adapter.B, std=0.1, generator=torch.Generator().manual_seed(i))
+    out = model(images)
+    assert (out - want).abs().max() > 1e-3
+    for at, tile in enumerate((images[..., :12], images[..., 12:])):
+        merged = copy.deepcopy(plain)
+        linears = [m for b in merged.blocks for part in (b.attention, b.ffn) for m in part.children()]
+        for linear, adapter in zip([m for m in linears if isinstance(m, nn.Linear)], adapters):
+            linear.weight.data += (adapter.B[at] @ adapter.A[at]).detach()
+        close(out[:, 3 * at : 3 * at + 3], resampler(merged(tile)[:, 1:]))
+    out.sum().backward()
+    for name, p in model.encoder.named_parameters():
+        assert (p.grad is not None) == name.endswith((".A", ".B")), name
 
 
 # --------------------------------------------------------------------------------------------- the model that captions

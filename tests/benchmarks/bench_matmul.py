@@ -5,7 +5,8 @@ torch. Blocks of NumPy are BLAS inside, so what they show is what the order of w
 loop. All equal BLAS.
 
 Second part: x [M, K] wᵀ in fp32 by a matrix-vector product a row, and by one product with M filled to 8 or to 64: the
-measured profile {kind: {M: seconds}} that `inflections` turns into M1 and M2 for this machine.
+measured profile {kind: {M: seconds}} that `inflections` turns into M1 and M2 for this machine, and by what ratio the
+choice beats each kernel alone.
 CPU seconds, contestants take turns. Writes results/bench_matmul.json.
 """
 
@@ -81,7 +82,12 @@ def profile(runs: int) -> dict:
     cuts = inflections(measured)
     named = {M: choose(M, N, K, {(N, K): cuts}) for M in ROWS}
     print(f"M1, M2 = {cuts}: {named}")
-    return {"seconds": measured, "inflections": cuts, "chosen": named}
+    chosen = sum(measured[kind][M] for M, kind in named.items())
+    best = sum(min(times[M] for times in measured.values()) for M in ROWS)
+    over = {kind: sum(times.values()) / chosen for kind, times in measured.items()}
+    shown = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in over.items())
+    print(f"one kernel for every M, over what is chosen: {shown}; chosen over the best for each M: {chosen / best:.2f}")
+    return {"seconds": measured, "inflections": cuts, "chosen": named, "over": over, "chosen_over_best": chosen / best}
 
 
 def main(runs: int) -> None:
