@@ -5,10 +5,11 @@ from math import log
 
 import numpy as np
 import pytest
+import torch
 
 from llmstack import facts
 from llmstack.execution.claims import rag_answers
-from llmstack.execution.retrieval import BM25, verses
+from llmstack.execution.retrieval import BM25, rag, verses
 from llmstack.execution.retrieval.bm25 import words
 from llmstack.execution.retrieval.rag import Fact, accelerator_facts, answer, prompt, right
 
@@ -101,3 +102,19 @@ def test_retrieval_makes_answers_right():
             score[how] += right(reply, fact)
             assert len(passages) == (how is not None)
     assert score[search] > score[None] and score[search] >= 0.6 * len(known[1::9])
+
+
+def test_search_is_asked_for_k_passages(monkeypatch):
+    class Letters:
+        eos = None
+        apply_chat_template = staticmethod(lambda message: message[0]["content"])
+        encode = staticmethod(lambda text, special: [ord(c) for c in text])
+        decode = staticmethod(lambda ids: "".join(map(chr, ids.tolist())))
+
+    asked, passages = [], ["one", "two"]
+    repeat = lambda model, ids, new, eos: torch.cat([ids, ids[:, :new]], 1)
+    monkeypatch.setattr(rag, "generate", repeat)
+    search = lambda question, k: asked.append((question, k)) or passages[:k]
+    assert rag.answer(None, Letters, "who?", search, k=2, new=12) == ("Context:\none", passages)
+    assert asked == [("who?", 2)]
+    assert rag.answer(None, Letters, "who?", search)[1] == ["one"] and rag.answer(None, Letters, "who?") == ("who?", [])
