@@ -22,7 +22,7 @@ NBVAL := --nbval --nbval-cell-timeout=300
 .PHONY: lab test test-slow quick portable lowest lint chapters chapter bench bench-gpu size mutants models clean
 
 lab: $(VENV)/.lab
-	OMP_NUM_THREADS= $(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" $(LAB_FLAGS) chapters/00_start_here.ipynb
+	env -u OMP_NUM_THREADS $(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" $(LAB_FLAGS) chapters/00_start_here.ipynb
 
 test: $(VENV)/.test lint size
 	$(PYTEST) -m "not slow and not gpu" --junitxml=results/fast.xml $(NBVAL) tests chapters

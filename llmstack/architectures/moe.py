@@ -141,7 +141,7 @@ class MoE(nn.Module):
         return nn.functional.linear(x.to(wide), self.router.weight.to(wide))
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        """real [B, T] is False at padding, which takes no expert's room where `skips_padding` (`select` knows `keep`)."""
+        """real [B, T] is False at padding, which takes no room where `skips_padding`: where `select` knows `keep`."""
         how = {} if self.correction is None else {"bias": self.correction}
         if real is not None and self.skips_padding:
             how["keep"] = real
