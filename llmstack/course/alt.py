@@ -80,10 +80,10 @@ def _images(ax: Any, digits: int) -> list[str]:
         m = np.ma.filled(np.ma.asarray(image.get_array(), dtype=float), np.nan)
         if m.ndim == 3:  # colours
             m = m.mean(-1)
-        quarters = [
-            np.nanmean(part) for half in np.array_split(m, 2) for part in np.array_split(half, 2, 1) if part.size
-        ]
-        (numbers,) = _rounded([np.array([np.nanmin(m), np.nanmax(m), *quarters])], digits, False)
+        upper, lower = np.array_split(m, 2)
+        quarters = [*np.array_split(upper, 2, axis=1), *np.array_split(lower, 2, axis=1)]
+        means = [np.nanmean(part) if np.isfinite(part).any() else np.nan for part in quarters]
+        (numbers,) = _rounded([np.array([np.nanmin(m), np.nanmax(m), *means])], digits, False)
         low, high, *means = map(_number, numbers)
         found.append(
             f"{m.shape[0]} by {m.shape[1]} values from {low} to {high}, means of the quarters {' '.join(means)}"
@@ -107,7 +107,7 @@ def _round(value: float, digits: int, size: float) -> float:
 
 
 def _number(value: float) -> str:
-    if abs(value) < 1e-3 and value or abs(value) >= 1e7:
+    if not np.isfinite(value) or abs(value) < 1e-3 and value or abs(value) >= 1e7:
         return f"{value:.3g}"
     return f"{value:,.0f}" if value == round(value) else f"{value:,.6g}"
 

@@ -60,9 +60,13 @@ def test_a_picture_without_a_text_gets_one(shown):
             lambda **k: plots.heatmap(np.tril(np.ones((4, 4))), xlabel="key", **k),
             "4 by 4 values from 0 to 1, means of the quarters 0.75 0 1 0.75",
         ),
+        (
+            lambda **k: plots.heatmap([[np.nan, 2], [1, np.nan]], xlabel="key", **k),
+            "2 by 2 values from 1 to 2, means of the quarters nan 2 1 nan",
+        ),
         (lambda **k: plots.line({"seconds": [0.1, 0.2]}, xlabel="x", read=0, **k), None),
     ],
-    ids=["linear", "log", "extremes", "bars", "image", "times"],
+    ids=["linear", "log", "extremes", "bars", "image", "holes", "times"],
 )
 def test_the_text_holds_the_numbers_that_were_drawn(shown, draw, numbers):
     """A wrong figure fails by its text: pictures are not compared."""
