@@ -11,9 +11,14 @@ A row of weights is cut into blocks of 32 that share a scale d (fp16), and in Q4
     Q4_0   d, 16 bytes of nibbles                   (q - 8) d   18     4.5
     Q4_1   d, m, 16 bytes of nibbles                q d + m     20     5.0
     Q8_0   d, 32 signed bytes                       q d         34     8.5
-    F16, F32 are stored as they are                             2, 4   16, 32
+    F16, BF16, F32 are stored as they are                       2, 4   16, 32
 
 The low nibble of byte j is weight j of its block, the high nibble is weight j + 16. Products and sums are in fp32.
+The K types have blocks of 256, cut into 8 or 16 parts whose scales and minima are numbers of 4 to 8 bits times the
+block's own two; the IQ types look groups of weights up in tables. Those, Q5 and the rest are the `gguf`
+package's.
+
+A file mixes types: Q4_K_M has Q4_K with half of the value and down projections in Q6_K.
 
 Source: the GGUF specification and the block structures of the ggml project (docs/gguf.md, ggml-common.h).
 """
@@ -27,9 +32,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-
-from llmstack.ops.rope import interleaved_to_half
 
 
 class GGUFError(ValueError):
@@ -75,14 +77,41 @@ class Quantisation(NamedTuple):
         return 8 * self.bytes / self.weights
 
 
+def bf16(blocks: np.ndarray) -> np.ndarray:
+    """uint8 [N, 2] -> fp32 [N, 1]: the upper half of an fp32."""
+    return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _packaged(name: str) -> Callable[[np.ndarray], np.ndarray]:
+    def decode(blocks: np.ndarray) -> np.ndarray:
+        import gguf
+
+        try:
+            return gguf.dequantize(blocks, gguf.GGMLQuantizationType[name])
+        except (KeyError, NotImplementedError):
+            raise GGUFError(f"the installed gguf package does not know {name}: pip install --upgrade gguf") from None
+
+    return decode
+
+
 TYPES = {
     0: Quantisation("F32", 1, 4, lambda b: b.view("<f4").astype(np.float32)),
     1: Quantisation("F16", 1, 2, _fp16),
     2: Quantisation("Q4_0", 32, 18, q4_0),
     3: Quantisation("Q4_1", 32, 20, q4_1),
     8: Quantisation("Q8_0", 32, 34, q8_0),
+    28: Quantisation("F64", 1, 8, lambda b: b.view("<f8").astype(np.float32)),
+    30: Quantisation("BF16", 1, 2, bf16),
 }
-OTHER_TYPES = {6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: "BF16"}
+_OTHERS = """
+6 Q5_0 32 22, 7 Q5_1 32 24, 10 Q2_K 256 84, 11 Q3_K 256 110, 12 Q4_K 256 144, 13 Q5_K 256 176, 14 Q6_K 256 210,
+16 IQ2_XXS 256 66, 17 IQ2_XS 256 74, 18 IQ3_XXS 256 98, 19 IQ1_S 256 50, 20 IQ4_NL 32 18, 21 IQ3_S 256 110,
+22 IQ2_S 256 82, 23 IQ4_XS 256 136, 29 IQ1_M 256 56, 34 TQ1_0 256 54, 35 TQ2_0 256 66, 39 MXFP4 32 17
+"""
+for _line in _OTHERS.split(","):
+    _id, _name, _weights, _size = _line.split()
+    TYPES[int(_id)] = Quantisation(_name, int(_weights), int(_size), _packaged(_name))
+WHOLE_NUMBERS = {24: "I8", 25: "I16", 26: "I32", 27: "I64", 9: "Q8_1", 15: "Q8_K"}
 
 
 def dequantise(data: np.ndarray, type_id: int) -> np.ndarray:
@@ -97,8 +126,8 @@ def _kind(type_id: int, of: str = "the data") -> Quantisation:
     if type_id not in TYPES:
         known = ", ".join(t.name for t in TYPES.values())
         raise GGUFError(
-            f"{of} has quantisation type {type_id} ({OTHER_TYPES.get(type_id, 'unknown')}); this reader knows {known}. "
-            "Use a file in one of these (llama-quantize makes them)"
+            f"{of} has quantisation type {type_id} ({WHOLE_NUMBERS.get(type_id, 'unknown')}); "
+            f"this reader knows {known}. Use a file in one of these (llama-quantize makes them)"
         )
     return TYPES[type_id]
 
@@ -184,6 +213,8 @@ class GGUF:
                 return list(self._take(f"{length}{self._NUMBERS[kind]}"))
             if kind == 8:
                 return [self._string() for _ in range(length)]
+            if kind == 9:
+                return [self._value(9) for _ in range(length)]
         raise GGUFError(f"{self.path.name} is damaged: a metadata value before byte {self._at:,} has type {kind}")
 
     def _tensor_line(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -206,63 +237,3 @@ class GGUF:
         """A tensor in fp32, in its own shape."""
         t = self.tensors[name]
         return dequantise(self.raw(name), t.type_id).reshape(t.shape)
-
-
-_pairs = lambda text: dict(zip(text.split()[::2], text.split()[1::2]))
-_LAYER = _pairs(
-    "attn_norm input_layernorm attn_q self_attn.q_proj attn_k self_attn.k_proj attn_v self_attn.v_proj "
-    "attn_output self_attn.o_proj ffn_norm post_attention_layernorm "
-    "ffn_gate mlp.gate_proj ffn_up mlp.up_proj ffn_down mlp.down_proj"
-)
-_ENDS = _pairs("token_embd model.embed_tokens output_norm model.norm output lm_head")
-
-
-def to_hf(file: GGUF) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A Llama's config.json and fp32 tensors under Hugging Face's names.
-
-    llama.cpp pairs the dimensions of a head as (0,1)(2,3)…, so the rows of its query and key matrices are interleaved.
-    They are put back into halves here, as Hugging Face's Llama has them. Raises GGUFError for another architecture.
-    """
-    meta = file.metadata
-    if (found := meta.get("general.architecture")) != "llama":
-        raise GGUFError(f"{file.path.name} holds the architecture {found!r}; only 'llama' is mapped")
-    if (scaling := meta.get("llama.rope.scaling.type", "none")) != "none":
-        raise GGUFError(f"{file.path.name} has rope.scaling.type = {scaling!r}, but only 'none' is mapped")
-    try:
-        get = lambda key: meta[f"llama.{key}"]
-        heads = get("attention.head_count")
-        if not isinstance(heads, int) or heads < 1:
-            raise GGUFError(f"{file.path.name} is damaged: attention.head_count = {heads!r}")
-        config = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": get("embedding_length"),
-            "num_hidden_layers": get("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": meta.get("llama.attention.head_count_kv", heads),
-            "intermediate_size": get("feed_forward_length"),
-            "vocab_size": file.tensors["token_embd.weight"].shape[0],
-            "max_position_embeddings": get("context_length"),
-            "rms_norm_eps": float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),  # stored in fp32: 9.99…e-06
-            "rope_theta": meta.get("llama.rope.freq_base", 10000.0),
-            "hidden_act": "silu",
-            "tie_word_embeddings": "output.weight" not in file.tensors,
-            "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
-        }
-    except KeyError as missing:
-        raise GGUFError(f"{file.path.name} lacks {missing}, which a Llama needs") from None
-    tensors = {}
-    for name in file.tensors:
-        block, _, part = name.removesuffix(".weight").rpartition(".")
-        if part not in (_LAYER if block else _ENDS) or name.endswith(".bias"):
-            raise GGUFError(f"{file.path.name} holds {name}; a Llama here has no place for that")
-        array = torch.from_numpy(file.array(name))
-        if part in ("attn_q", "attn_k"):
-            n = heads if part == "attn_q" else config["num_key_value_heads"]
-            array = interleaved_to_half(array, n)
-        if block:
-            tensors[f"model.layers.{block.removeprefix('blk.')}.{_LAYER[part]}.weight"] = array
-        else:
-            tensors[f"{_ENDS[part]}.weight"] = array
-    return config, tensors

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from random import Random
 
 from llmstack import facts
-from llmstack.architectures.zoo import Tokenizer
+from llmstack.architectures import chat
+from llmstack.architectures.tokenizer import Tokenizer
 from llmstack.execution.data import IGNORE
 
 TEMPLATE = "<|start|>{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -30,11 +31,14 @@ def conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) ->
     it wrote when more is said.
     """
     ids, learnt, done = [], [], ""
+    messages = chat.checked(messages)
     special = [t.content for t in tokenizer.inner.get_added_tokens_decoder().values() if t.special]
-    if forged := [s for s in special for m in messages if s in m["content"]]:
+    if forged := [s for s in special for m in messages if s in m.get("content", "")]:
         raise ValueError(f"a message spells {forged[0]}, which would be read as the mark itself; take it out")
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
+            if not i:
+                raise ValueError("the conversation begins with the assistant's answer: put a question before it")
             prompt = tokenizer.apply_chat_template(messages[:i])
             whole = tokenizer.apply_chat_template(messages[: i + 1], add_generation_prompt=False).rstrip("\n")
             if not (prompt.startswith(done) and whole.startswith(prompt)):

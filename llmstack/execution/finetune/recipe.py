@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from llmstack.architectures import pretrained, save
-from llmstack.architectures.zoo import Tokenizer
+from llmstack.architectures.tokenizer import Tokenizer
 from llmstack.execution import corpus
 from llmstack.execution.data import whole, windows
 from llmstack.execution.finetune.base import Tuned, check_types, function_of, prepare

@@ -59,7 +59,7 @@ def answer(model: Any, tokenizer: Any, question: str, search: Search | None = No
     passages = search(question, k) if search else []
     message = [{"role": "user", "content": prompt(question, passages)}]
     ids = tokenizer.encode(tokenizer.apply_chat_template(message), special=False)
-    out = generate(model, torch.tensor([ids]), new, eos=tokenizer.eos)[0, len(ids) :]
+    out = generate(model, torch.tensor([ids]), new, eos=tokenizer.eos_ids)[0, len(ids) :]
     return tokenizer.decode(out).strip(), passages
 
 
