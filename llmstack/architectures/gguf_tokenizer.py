@@ -4,7 +4,8 @@
                             "llama": SentencePiece's BPE, whose scores rank the merges; unknown letters become bytes
     tokenizer.ggml.pre      the patterns below, each with all names that it goes by
 
-A token's type is 1 normal, 2 unknown, 3 control (special), 4 user-defined (kept whole, not special), 5 unused, 6 byte.
+A token's type is 1 normal, 2 unknown and 3 control (both special), 4 user-defined (kept whole, not special), 5 unused,
+6 byte.
 Source: the GGUF specification; llama.cpp's llama-vocab.cpp; the patterns as the models' own tokenizers have them.
 """
 
@@ -61,8 +62,8 @@ def tokenizer_from_gguf(file: GGUF) -> Tokenizer:
     try:
         inner = _byte_level(tokens, get("merges"), pre) if kind == "gpt2" else _sentencepiece(get, tokens, ids["unk"])
         named = {f"{short}_token": tokens[i] for short, i in ids.items() if i is not None}
-        for wanted, special in ((3, True), (4, False)):
-            added = [t for t, k in zip(tokens, types, strict=True) if k == wanted]
+        for wanted, special in (((2, 3), True), ((4,), False)):
+            added = [t for t, k in zip(tokens, types, strict=True) if k in wanted]
             inner.add_tokens([AddedToken(t, special=special, normalized=False) for t in added])
         _surround(inner, get("add_bos_token", kind == "llama" or pre == "llama-bpe"), get("add_eos_token"), ids, tokens)
     except Exception as error:  # the library raises plain Exceptions

@@ -30,7 +30,11 @@ def merged(words):
     """A byte-level vocabulary whose merges spell these words from the left, and some marks after it."""
     tokens, merges = alphabet(), []
     for word in words:
-        for i in range(2, len(word) + 1):
+        known = word[1:] in tokens[256:]  # joined to its space at last, as the merges before make it
+        if known:
+            tokens.append(word)
+            merges.append(f"{word[0]} {word[1:]}")
+        for i in range(2, 0 if known else len(word) + 1):
             if word[:i] not in tokens:
                 tokens.append(word[:i])
                 merges.append(f"{word[: i - 1]} {word[i - 1]}")
@@ -171,7 +175,7 @@ def test_rope_freqs_are_llama_3_s_scaling(tmp_path):
     assert rope["rope_type"] == "longrope" and rope["short_factor"] == rope["long_factor"] == own.tolist()
     ones = to_hf(GGUF(write(tmp_path / "ones.gguf", rope_freqs=np.ones(D // H // 2))))[0]
     assert ones["rope_parameters"]["rope_type"] == "default"
-    with pytest.raises(GGUFError, match=r"rope_freqs.weight of shape \[7\], but a head has 32 pairs"):
+    with pytest.raises(GGUFError, match=r"rope_freqs.weight is \[7\], but a head has 32 pairs"):
         to_hf(GGUF(write(tmp_path / "bad.gguf", rope_freqs=np.ones(7))))
 
 
