@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import llmstack  # noqa: F401  before anything that imports Triton, for which it chooses the interpreter
+
 GPU = any(Path(p).exists() for p in ("/proc/driver/nvidia/version", "/dev/kfd"))
 
 
