@@ -323,6 +323,8 @@ def test_of_vectors_with_many_copies_the_nearest_is_found(name, tmp_path):
 def test_cells_without_vectors_are_not_read_first():
     x = np.repeat(np.eye(4, dtype=np.float32), 20, 0)
     ivf = IVF(x, lists=12)
+    ivf.centres = np.concatenate([ivf.centres, ivf.centres])  # equal centres, of which the later ones have the vectors
+    ivf.members = [np.zeros(0, int)] * 12 + ivf.members
     _, ids = ivf.search(np.eye(4), K, probe=1)
     assert (ids // 20 == np.arange(4)[:, None]).all()
 
