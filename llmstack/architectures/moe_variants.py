@@ -159,7 +159,8 @@ class MoEfied(MoE):
             optimizer.step()
         self.predict = router.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """x [.., D] -> [.., D]. real is what a block hands to its experts: here padding takes no room from others."""
         rows = x.reshape(1, -1, x.shape[-1])  # [1, N, D]
         score = (self.predict or self.activity)(rows)
         expert = score.topk(self.k).indices
