@@ -228,6 +228,14 @@ def test_all_parts_of_an_ffn_are_the_ffn(n, bias):
     assert split.last.load.tolist() == [14] * n
 
 
+def test_the_parts_take_the_place_of_a_blocks_ffn():
+    config = ModelConfig("relu", d_model=D, n_layers=1, n_heads=2, vocab_size=9, d_ff=20, activation="relu")
+    block, x = Block(config).requires_grad_(False), rand(2, 7, D)
+    whole = block(x, Pass(causal=True))
+    block.ffn = MoEfied(block.ffn, 5, k=5)
+    torch.testing.assert_close(block(x, Pass(causal=True)), whole)
+
+
 def test_fewer_parts_lose_least_when_the_busiest_are_kept():
     ffn, x = relu_ffn(), rand(2, 50, D)
     error = lambda split: float((split(x) - ffn(x)).norm() / ffn(x).norm())
