@@ -26,7 +26,7 @@ from llmstack.ops.merge import attention_lse
 SMALL = ModelConfig("small", 16, 2, 4, 23, d_ff=32)
 MLA = SMALL.with_(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6, d_head=8)
 MAMBA = ModelConfig("m", 16, 2, 1, 23, model_type="mamba", positions="none", activation="silu").with_(
-    d_state=4, d_conv=4, expand=2, dt_rank=1
+    d_state=4, d_conv=4, expand=2, dt_rank=1, d_ff=32
 )
 LOGITS = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
 IDS = torch.randint(23, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -106,7 +106,7 @@ def test_retrieval_makes_answers_right():
 
 def test_search_is_asked_for_k_passages(monkeypatch):
     class Letters:
-        eos = None
+        eos_ids = ()
         apply_chat_template = staticmethod(lambda message: message[0]["content"])
         encode = staticmethod(lambda text, special: [ord(c) for c in text])
         decode = staticmethod(lambda ids: "".join(map(chr, ids.tolist())))
