@@ -8,7 +8,7 @@ tolerance or a sentence that holds on one of them only is found here.
     python tests/portable.py --changed                what the change against main touches
     python tests/portable.py --settings nehalem-1 tests/ops chapters/00_start_here.ipynb
 
-Every case that differs is named with the settings under which it does; JUnit files go into results/.
+Every case that differs is named with the settings under which it does; JUnit files go into results/portable/.
 """
 
 import argparse
@@ -115,8 +115,8 @@ def failures(junit: Path) -> dict[str, str]:
 
 def run(name: str, variables: dict[str, str], cases: list[str], workers: int) -> dict[str, str]:
     """Run cases under one setting; what fails, and why. Raises RuntimeError where pytest itself could not run."""
-    junit = ROOT / "results" / f"portable-{name}.xml"
-    junit.parent.mkdir(exist_ok=True)
+    junit = ROOT / "results" / "portable" / f"{name}.xml"  # apart from the lanes' own, which the ledger reads
+    junit.parent.mkdir(parents=True, exist_ok=True)
     junit.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-n", str(workers), "--dist", "loadfile", "--tb=short"]
     command += ["-m", "not slow and not gpu", "--nbval", "--nbval-cell-timeout=600", f"--junitxml={junit}", *cases]
