@@ -190,9 +190,7 @@ def _write_rope(config: ModelConfig) -> dict:
         turns |= {"rope_type": "llama3", **dict(zip(SCALING, scaling))}
     if config.model_type in ("gpt_neox", "phi3"):
         turns["partial_rotary_factor"] = (config.rope_dims or config.d_head) / config.d_head
-    if (
-        config.kv_lora_rank and scaling and scaling[0] == "yarn"
-    ):  # DeepSeek's scale of attention, as _read_deepseek reads
+    if config.kv_lora_rank and scaling and scaling[0] == "yarn":  # DeepSeek's scale of attention: _read_deepseek
         more = (config.attention_scale * config.d_head**0.5) ** 0.5 - 1
         turns["mscale_all_dim"] = round(more / (0.1 * math.log(scaling[1])), 9)
     old = {"rope_theta": config.rope_theta}
@@ -270,9 +268,8 @@ def _write_sides(config: ModelConfig) -> dict:
     raw = dict(
         decoder_layers=config.n_decoder_layers, decoder_attention_heads=config.n_heads, decoder_ffn_dim=config.d_ff
     )
-    last = (
-        config.vocab_size - 1
-    )  # Marian pads and starts with its last token; a default beyond the vocabulary is refused
+    # Marian pads and starts with its last token; a default beyond the vocabulary is refused.
+    last = config.vocab_size - 1
     raw |= dict(pad_token_id=last, decoder_start_token_id=last) if config.model_type == "marian" else {}
     raw |= dict(pad_token_id=min(50256, last)) if config.model_type == "whisper" else {}
     return raw | dict(scale_embedding=config.embedding_scale != 1.0, is_encoder_decoder=True)
