@@ -5,12 +5,12 @@ numbers(path)           one digit of each number of a TOML file
 """
 
 import ast
-import difflib
 import random
 import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -39,11 +39,14 @@ class Fault:
         return source[: self.start] + self.new.encode() + source[end:]
 
     def diff(self) -> tuple[int, str, str]:
-        """The line's number, the changed lines before and after, each joined to one."""
+        """The line's number, the lines of the edit before and after, each joined to one."""
         source = (ROOT / self.path).read_bytes()
-        lines = [text.decode().splitlines() for text in (source, self.plant(source))]
-        changed = list(difflib.unified_diff(*lines, lineterm="", n=0))[3:]
-        sides = [" ".join(line[1:].strip() for line in changed if line[0] == sign) for sign in "-+"]
+        start = source.rfind(b"\n", 0, self.start) + 1
+        behind = source[source.find(b"\n", self.start + len(self.old.encode())) :]
+        sides = []
+        for text in (source, self.plant(source)):
+            lines = text.removesuffix(behind)[start:].decode().splitlines()
+            sides.append(" ".join(line.strip() for line in lines))
         return source[: self.start].count(b"\n") + 1, *sides
 
 
@@ -144,7 +147,8 @@ def numbers(path: str) -> list[Fault]:
     found = []
     for match in re.finditer(rf"(?m){words}|(\d[\d_.]*)", text):
         if match[1]:
-            at = random.Random(match.start()).choice([i for i, c in enumerate(match[1]) if c.isdigit()])
+            line = text[text.rfind("\n", 0, match.start()) + 1 : match.end()]
+            at = random.Random(line).choice([i for i, c in enumerate(match[1]) if c.isdigit()])
             digit = match[1][at]
             start = len(text[: match.start(1) + at].encode())
             found.append(Fault(path, start, digit, str(int(digit) % 9 + 1), "digit"))
@@ -163,6 +167,12 @@ def faults_of(name: str) -> list[Fault]:
     return found
 
 
+def rank(fault: Fault, seed: int) -> bytes:
+    """Where a fault stands in the draw: by its own words, so that an edit elsewhere leaves it where it is."""
+    _, was, now = fault.diff()
+    return sha256(f"{seed} {fault.path} {was} {now}".encode()).digest()
+
+
 def draw(seed: int, n: int, only: str) -> list[Fault]:
     """n faults, one part of the package after the other, so that small parts are not forgotten; one on a line."""
     parts: dict[str, dict[tuple, Fault]] = {}
@@ -171,12 +181,9 @@ def draw(seed: int, n: int, only: str) -> list[Fault]:
         if not name.startswith(only) or name in UNDRAWN:
             continue
         found = [fault for fault in faults_of(name) if fault.diff()[1:] not in equivalent(name)]
-        random.Random(f"{seed} {name}").shuffle(found)
+        found.sort(key=lambda fault: rank(fault, seed), reverse=True)
         parts.setdefault(part_of(name), {}).update({(name, fault.diff()[0]): fault for fault in found})
-    turns = []
-    for part, by_line in parts.items():
-        turns.append(list(by_line.values()))
-        random.Random(f"{seed} {part}").shuffle(turns[-1])
+    turns = [sorted(by_line.values(), key=lambda fault: rank(fault, seed)) for by_line in parts.values()]
     return [fault for fault in chain.from_iterable(zip_longest(*turns)) if fault][:n]
 
 

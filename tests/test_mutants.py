@@ -48,3 +48,16 @@ def test_digits_of_numbers_and_not_of_words(tree):
     (tree / "t.toml").write_text(text, encoding="utf-8")
     planted = [fault.plant(text.encode()).decode() for fault in faults.numbers("t.toml")]
     assert len(planted) == 2 and all(new.startswith(text[:40]) and len(new) == len(text) for new in planted)
+
+
+def test_an_edit_elsewhere_leaves_the_draw(tree, monkeypatch):
+    monkeypatch.setattr(faults, "equivalent", lambda path: [])
+    folder = tree / "llmstack"
+    folder.mkdir()
+    rows = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(30))
+    drawn = []
+    for source in (rows, "import math\n\n\n" + rows.replace("x + 7\n", "x - 70\n")):
+        (folder / "g.py").write_text(source, encoding="utf-8")
+        drawn.append([fault.diff()[1:] for fault in faults.draw(0, 29, "")])
+    others = [[diff for diff in draw if "7" not in diff[0]] for draw in drawn]
+    assert len(others[0]) >= 20 and others[0][:20] == others[1][:20]
