@@ -4,7 +4,7 @@ The libraries that compute choose their kernels by processor, and sum in another
 make them choose as an older processor would, so one machine shows what several would print. A stored output, a
 tolerance or a sentence that holds on one of them only is found here.
 
-    python tests/portable.py                          everything, under every setting that this machine can emulate
+    python tests/portable.py                          everything, under the four settings of WHOLE
     python tests/portable.py --changed                what the change against main touches
     python tests/portable.py --settings nehalem-1 tests/ops chapters/00_start_here.ipynb
 
@@ -45,6 +45,7 @@ PROCESSORS = {
     },
 }
 THREADS = [1, 2]
+WHOLE = ["nehalem-1", "nehalem-2", "haswell-1", "skylakex-2"]  # each processor, each number of threads
 
 
 def settings() -> dict[str, dict[str, str]]:
@@ -154,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     here = level_here()
     by_setting = {}
-    for name in options.settings or settings():
+    for name in options.settings or WHOLE:
         variables = settings()[name]
         if emulable(variables, here):
             by_setting[name] = run(name, variables, cases, options.workers)
