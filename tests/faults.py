@@ -20,6 +20,7 @@ SWAPS |= {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.Gt
 SWAPS |= {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.And: ("and", "or"), ast.Or: ("or", "and")}
 UNDRAWN = ("data/systems.toml", "data/claims.toml")  # prose; values that are compared within their own tolerance
 UNORDERED = ("isinstance", "getattr", "hasattr", "setattr", "max", "min")  # errors at once, or the same
+CHOSEN = ("seed", "steps")
 TERMS = ast.Add | ast.Sub | ast.Mult
 
 
@@ -135,6 +136,14 @@ class Finder(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         for part in (node.args, *node.decorator_list, *node.body):
             self.visit(part)
+
+    def visit_arguments(self, node: ast.arguments) -> None:
+        """Defaults, but for those that have no right value: which random numbers, how many steps."""
+        names = [arg.arg for arg in (node.posonlyargs + node.args)[-len(node.defaults) :]] if node.defaults else []
+        names += [arg.arg for arg in node.kwonlyargs]
+        for name, default in zip(names, node.defaults + node.kw_defaults):
+            if default is not None and name not in CHOSEN:
+                self.visit(default)
 
     visit_IfExp = visit_If
     visit_Raise = visit_JoinedStr = visit_Import = visit_ImportFrom = visit_arg

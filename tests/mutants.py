@@ -37,7 +37,14 @@ from faults import ROOT, Fault, draw
 PRELOADED = ["pytest", "hypothesis", "numpy", "torch", "scipy", "transformers"]  # once for all runs
 SURVIVORS = 0.03  # the share that may survive
 SECONDS = 150  # of a processor: a fault that makes its tests run longer is noticed
-MORE = {  # whose tests have another name
+MORE = {  # files and folders whose tests have another name
+    "llmstack/course/labs/": ["tests/course/test_lab_figures.py"],
+    "llmstack/architectures/layers.py": ["tests/architectures/test_checkpoints.py"],
+    "llmstack/intensity/operations.py": ["tests/intensity/test_counts.py", "tests/intensity/test_trace.py"],
+    "llmstack/execution/claims": ["tests/test_ledger.py"],
+    "llmstack/architectures/claims": ["tests/test_ledger.py"],
+    "llmstack/architectures/moe_claims": ["tests/test_ledger.py"],
+    "llmstack/intensity/claims": ["tests/test_ledger.py"],
     "data/accelerators.toml": ["tests/test_published.py", "tests/test_facts.py"],
     "data/models.toml": ["tests/test_published.py", "tests/test_config.py", "tests/intensity/test_params.py"],
     "data/claims.toml": ["tests/test_ledger.py"],
@@ -66,13 +73,14 @@ def own_tests(path: str) -> list[str]:
     """The test files of one file, nearest first."""
     module = Path(path).with_suffix("")
     tests = [test.relative_to(ROOT).as_posix() for test in sorted(ROOT.glob("tests/**/test_*.py"))]
+    more = [test for start, tests_of in MORE.items() if path.startswith(start) for test in tests_of]
     if path.startswith("data/"):
         reads = re.compile(rf'table\("{module.stem}"\)|\b{module.stem}\(\)|{module.name}\.toml')
-        return MORE.get(path) or [test for test in tests if reads.search((ROOT / test).read_text(encoding="utf-8"))]
+        return more or [test for test in tests if reads.search((ROOT / test).read_text(encoding="utf-8"))]
     folder = Path("tests", *module.parts[1:-1])
     stems = (folder / f"test_{module.name}", folder.parent / f"test_{folder.name}_{module.name}")
     names = [f"{stem.as_posix()}.py" for stem in (*stems, folder.parent / f"test_{folder.name}")]
-    named = [name for name in names if name in tests][:1] + MORE.get(path, [])
+    named = [name for name in names if name in tests][:1] + more
     dotted = ".".join(module.parts).removesuffix(".__init__")
     using = [test for test in tests if dotted in imports(test)]
     beside = [test for test in tests if Path(test).parent == folder]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,10 @@ def test_doctor(capsys, monkeypatch):
     assert status == 0 and "ready" in out
     for what in ("Python", "facts", "torch", "Triton", "gloo", "GPU", "jupyterlab", "SmolLM2-135M", "reference tables"):
         assert what in out
+    monkeypatch.setattr(facts, "reference", lambda name: None)
+    assert "reference tables" in (out := run(capsys, "doctor")[1]) and "optional" in out
+    monkeypatch.setattr(facts, "reference", lambda name: Path("/tables/reference") / name)
+    assert "/tables/reference" in run(capsys, "doctor")[1]
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     status, out, _ = run(capsys, "doctor")
     assert status == 0 and "no  SmolLM2-135M" in out and "→ make models" in out  # chapters still run

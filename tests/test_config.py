@@ -49,6 +49,8 @@ def test_every_preset_builds():
         (dict(rope_theta=0.0), "rope_theta", "at least 1"),
         (dict(rope_scaling=(8.0, 1.0, 4.0)), "rope_scaling", "factor, low, high, original length"),
         (dict(rope_scaling=(8.0, 4.0, 4.0, 8192)), "rope_scaling", "low below high"),
+        (dict(rope_scaling=("linear", 2.0, 3.0)), "rope_scaling", "'linear' is followed by"),
+        (dict(rope_scaling=("linear",)), "rope_scaling", "'linear' is followed by"),
         (dict(rope_scaling="llama3"), "rope_scaling", "factor, low, high, original length"),
         (dict(positions="relative"), "positions", "encoder-decoder"),
         (dict(positions="relative", kind="encoder-decoder", relative_buckets=2), "relative_buckets", "at least 4"),

@@ -1,5 +1,7 @@
 """The facts parse, name their sources, and what is unknown or broken is refused by name."""
 
+from dataclasses import replace
+
 import pytest
 
 from llmstack import facts
@@ -38,6 +40,12 @@ def test_unknown_names_say_what_there_is():
         facts.accelerator("rapid").ridge()
     with pytest.raises(ValueError, match="H20 has no stated on-chip memory"):
         _ = facts.accelerator("h20").on_chip_bytes
+
+
+def test_a_row_names_no_test_one_or_several():
+    row = next(iter(facts.systems().values()))
+    for test, tests in (("", []), ("a.py::test", ["a.py::test"]), (["a", "b"], ["a", "b"])):
+        assert replace(row, test=test).tests == tests
 
 
 def test_broken_data_is_refused(monkeypatch, tmp_path):

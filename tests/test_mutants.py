@@ -8,7 +8,7 @@ import pytest
 SOURCE = '''"""Doc with 1 + 2."""
 from a import b
 
-def f(x: int | None, n: int = 3, *, keep: bool = True) -> int | None:
+def f(x: int | None, n: int = 3, seed: int = 5, *, keep: bool = True, steps: int = 7) -> int | None:
     """Doc."""
     if x < n and not keep:
         raise ValueError(f"x = {x + 1} is below 3")

@@ -7,6 +7,7 @@ either fails here, in every clone.
 import csv
 import hashlib
 import json
+import re
 from math import prod
 from pathlib import Path
 
@@ -131,3 +132,22 @@ def test_tables_of_published_runs_are_as_they_were_read():
 def test_a_peak_that_is_not_dense_is_in_no_ridge():
     with pytest.raises(KeyError, match="Cerebras WSE-3 has no stated dense peak"):
         facts.accelerator("wse-3").ridge()
+
+
+def test_the_year_of_an_arxiv_id_is_the_entrys():
+    """A paper's number begins with its year and month; what it describes is of that year."""
+    named = []
+    for table in ("models", "accelerators", "counts", "scaling"):
+        for name, row in walk(facts.table(table)):
+            found = re.match(r"arXiv:(\d\d)\d\d\.", str(row.get("source", "")))
+            if found and "year" in row:
+                named.append(name)
+                assert row["year"] == 2000 + int(found[1]), (table, name)
+    assert len(named) >= 3
+
+
+def walk(table: dict, name: str = ""):
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield f"{name}{key}", value
+            yield from walk(value, f"{name}{key}.")

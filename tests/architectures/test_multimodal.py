@@ -321,6 +321,7 @@ def test_drawn_shapes_are_what_their_captions_say():
     assert torch.equal(images, pictures.draw_shapes(scenes)) and not torch.equal(
         images, pictures.draw_shapes(scenes, seed=1)
     )
+    assert all(0 <= part <= 1 for colour in pictures.COLOURS.values() for part in colour)
     coloured = images.amax(1) > 0.3  # [128, 24, 24]
     y, x = torch.meshgrid(torch.arange(24.0), torch.arange(24.0), indexing="ij")
     middle = lambda at: (coloured * at).sum((1, 2)) / coloured.sum((1, 2))

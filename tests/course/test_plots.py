@@ -3,6 +3,7 @@
 import io
 from dataclasses import dataclass
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
@@ -147,3 +148,16 @@ def test_points_stand_on_their_roof_or_where_they_were_measured():
     assert [line.get_ydata()[0] for line in drawn] == [50.0, 2.0]
     assert max(roof.get_ydata()) == 100.0 and min(roof.get_xdata()) < 10 < max(roof.get_xdata())
     assert drawn[0].get_markerfacecolor() == "white" != drawn[1].get_markerfacecolor()
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_value_is_written_where_it_can_be_read(signed):
+    """White on dark, black on light, over the whole range of colours."""
+    fig, ax = plt.subplots()
+    low = -1.0 if signed else 10.0
+    plots.heatmap(np.linspace(low, low + 2, 9)[None], annotate=True, signed=signed, ax=ax, xlabel="key", ylabel="query")
+    (image,) = ax.images
+    for text, value in zip(ax.texts, image.get_array()[0]):
+        luminance = np.dot(image.cmap(image.norm(value))[:3], (0.2126, 0.7152, 0.0722))
+        assert text.get_color() == ("white" if luminance < 0.5 else "black"), (value, luminance)
+    plt.close(fig)

@@ -1,5 +1,6 @@
 """Source and claims on the page: what is shown, and that it is safe, short and the same every time."""
 
+import re
 import sys
 
 import pytest
@@ -23,6 +24,7 @@ def test_three_implementations_stand_in_columns(shown):
     assert text == "rmsnorm: numpy | torch | triton (llmstack/ops/rmsnorm.py)"
     assert [page.count(f"<b>{name}</b>") for name in ("NumPy", "PyTorch", "Triton")] == [1, 1, 1]
     assert "constexpr" in page.split("<b>Triton</b>")[1], "the kernel belongs to the Triton column"
+    assert [float(share) for share in re.findall(r"flex:([\d.]+) ", page)] == [1, 1, 1.4], "a kernel needs more room"
     assert "rmsnorm_np_backward" not in page
     show.side_by_side("rmsnorm", backward=True)
     assert "rmsnorm_np_backward" in shown[1][1]["html"]

@@ -277,3 +277,32 @@ def test_what_a_family_lacks_is_refused():
         terms(preset("t5-small"))
     with pytest.raises(ValueError, match="peak"):
         utilisation(preset("gpt2"), 1, 8, 1.0, 1, 0.0)
+
+
+def test_a_residual_reads_two_values_and_writes_one():
+    """Twice a layer, for each of D values a row, of two bytes."""
+    config = preset("gpt2")
+    parts = by_part(terms(config, 3, 16, "forward"))
+    assert parts["residual"].activation_bytes == 2 * 3 * 2 * config.n_layers * 3 * 16 * config.d_model
+
+
+FAMILIES = ["gpt2", "gpt-j-6b", "mixtral-8x7b", "deepseek-v2", "mamba-130m", "t5-small", "bert-base-uncased"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("phase", ["forward", "prefill", "decode", "train"])
+def test_twice_the_layers_do_twice_as_much_in_each_part(name, phase):
+    config = preset(name).with_(dense_layers=0) if name == "deepseek-v2" else preset(name)
+    if config.kind == "encoder" and phase == "decode":
+        return
+    source = 24 if config.kind == "encoder-decoder" else 0
+    deep = config.with_(n_layers=2 * config.n_layers, n_decoder_layers=2 * config.n_decoder_layers)
+    once = by_part(terms(config, 2, 16 if phase != "decode" else 1, phase, source=source))
+    twice = by_part(terms(deep, 2, 16 if phase != "decode" else 1, phase, source=source))
+    ends = {"embedding", "head", "final norm", *ENDS}
+    for part in once:
+        if part not in ends:
+            for field in vars(once[part]):
+                value = getattr(once[part], field)
+                if isinstance(value, float | int) and not isinstance(value, bool):
+                    assert getattr(twice[part], field) == pytest.approx(2 * value), (part, field)

@@ -75,6 +75,16 @@ def test_a_ceiling_is_the_best_run(monkeypatch):
     assert len(runs) == 4
 
 
+def test_what_each_ceiling_counts(monkeypatch):
+    """A copy moves two values a place, a triad three; a product of n by n matrices takes 2 n^3 FLOPs."""
+    counted = []
+    monkeypatch.setattr(
+        "llmstack.intensity.machine.ceiling", lambda work, *_: counted.append(work) or Ceiling(1.0, 0.0)
+    )
+    measure(1, ("fp32", "bf16"), megabytes=3, size=256, repeats=1)
+    assert counted == [6e6, 9e6, 2 * 256**3, 2 * 128**3]
+
+
 def test_this_machine_as_an_accelerator():
     before = torch.get_num_threads()
     machine = measure(1, ("fp32", "fp64"), megabytes=1, size=32, repeats=2)

@@ -141,6 +141,14 @@ def test_envelope_follows_the_best_curve():
         envelope(*(v[N <= sizes[1]] for v in (N, C, CHINCHILLA(N, C / 6 / N))))  # the best lies beyond these two
 
 
+def test_a_curve_of_two_points_counts_between_them():
+    """Straight lines in log C, each the tangent of a parabola where C = 120 N^2: the lowest of them is that size's."""
+    N, share = grid(np.geomspace(1e7, 1e10, 40), np.array([0.01, 100]))
+    best = np.log(120 * N**2)
+    found, _ = envelope(N, 120 * N**2 * share, 100 - best**2 / 100 - best / 50 * np.log(share))
+    assert len(found) > 10 and all(n == pytest.approx((budget / 120) ** 0.5, rel=0.1) for budget, n, _ in found)
+
+
 def test_two_runs_of_a_size_are_two_curves():
     """A run whose learning rate is still high lies above one that ends there; the lower of the two counts."""
     N, share = grid(np.geomspace(1e7, 1e10, 12), np.geomspace(0.01, 100, 30))

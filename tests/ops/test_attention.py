@@ -124,7 +124,7 @@ def test_causal_gradients_reach_no_key_ahead():
         assert (dx[0, 0, i + 1 :] == 0).all() and (dx[0, 0, : i + 1].abs().sum(-1) > 0).all()
 
 
-@pytest.mark.parametrize("T, S", [(5, 5), (1, 9), (4, 9), (9, 4)])
+@pytest.mark.parametrize("T, S", [(5, 5), (1, 9), (2, 2), (2, 9), (4, 9), (9, 4)])
 def test_causal_flag_equals_the_mask(T, S):
     q, k, v = inputs(2, 4, 2, T, S, 8)
     mask, seen = causal_mask(T, S), randn(2, 1, 1, S) > -1

@@ -9,7 +9,7 @@ import torch
 from op_checks import NATIVE, randn
 
 from llmstack.ops import aot, cross_entropy, glu, layernorm, rmsnorm, rope, softmax
-from llmstack.ops._triton import HAVE_TRITON
+from llmstack.ops._triton import HAVE_TRITON, row_tile
 
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
@@ -55,6 +55,25 @@ def test_every_kernel_has_an_entry_and_every_module_with_kernels_is_found():
             entries = {id(b.kernel) for b in module.AOT}
             kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction | InterpretedFunction)}
             assert not [n for n, k in kernels.items() if n.endswith("_kernel") and id(k) not in entries]
+
+
+@needs_triton
+def test_an_entry_gives_each_argument_a_type_or_a_constant():
+    """What the compiler would refuse, said without compiling."""
+    from importlib import import_module
+
+    for name in aot.modules_with_kernels():
+        module = import_module(name)
+        for build in module.AOT:
+            names = build.kernel.arg_names
+            assert set(build.constants) <= set(names), (name, build)
+            assert len(build.types.split()) + len(build.constants) == len(names), (name, build)
+            if hasattr(module, "row_tile") and set(build.constants) == {
+                "ROWS",
+                "COLS",
+            }:  # one row or some of them to a program, as the launchers do
+                tile = build.constants["ROWS"], build.constants["COLS"], build.num_warps
+                assert tile == row_tile(build.constants["COLS"]), (name, build)
 
 
 def test_what_cannot_be_compiled_is_refused_with_the_reason():

@@ -122,3 +122,10 @@ def test_large_values_do_not_overflow():
 def test_causal_needs_as_many_queries_as_keys():
     with pytest.raises(ValueError, match="causal features share a shape"):
         linear_attention_torch(randn(1, 1, 3, 4), randn(1, 1, 5, 4), randn(1, 1, 5, 4), causal=True)
+
+
+def test_one_feature_of_one_dimension():
+    assert favor_directions(1, 8).shape == (1, 8) and favor_directions(8, 1).shape == (8, 1)
+    for M, Dh in ((0, 8), (8, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            favor_directions(M, Dh)

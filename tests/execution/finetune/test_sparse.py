@@ -58,6 +58,7 @@ def test_pafi_takes_the_smallest_weights_whatever_the_task():
 def test_fisher_is_the_mean_of_per_sample_squared_gradients(monkeypatch):
     model = make()
     ours = fisher(model, data(), samples=6)  # one and a half batches
+    one = fisher(make(), data(), samples=1)
     monkeypatch.setattr(decoder, "check_ids", lambda *a, **k: None)  # it looks at values, which vmap cannot
     params = {n: p.detach() for n, p in model.named_parameters()}
 
@@ -69,6 +70,8 @@ def test_fisher_is_the_mean_of_per_sample_squared_gradients(monkeypatch):
     each = vmap(grad(log_probability), (None, 0, 0))(params, rows[:, :-1], rows[:, 1:])
     for name, diagonal in ours.items():
         torch.testing.assert_close(diagonal, each[f"{name}.weight"].square().mean(0), rtol=1e-4, atol=1e-7)
+    for name, diagonal in one.items():
+        torch.testing.assert_close(diagonal, each[f"{name}.weight"][0].square(), rtol=1e-4, atol=1e-7)
 
 
 def test_fish_trains_the_top_of_fisher_and_its_mask_stays():
